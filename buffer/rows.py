@@ -1,0 +1,119 @@
+"""One row of the experience table, and the queue of rows that wait for a maker of one stage."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from buffer.records import Produced, Prompt
+
+Encode = Callable[[int, str, Any], Any]  # (row id, stage, reference) -> something JSON can hold
+Decode = Callable[[int, str, Any], Any]  # the inverse
+
+
+@dataclass(slots=True)
+class Row:
+    """One prompt group: its columns by stage, and what is still being made."""
+
+    id: int
+    prompt: Prompt
+    min_version: int  # newest published version at admission: no token may be older
+    admitted_at: float  # clock seconds
+    complete: bool = False
+    leases: dict[str, int] = field(default_factory=dict)  # stage -> open lease
+    columns: dict[str, Any] = field(default_factory=dict)
+    produced: dict[str, Produced] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)  # stage -> failed leases
+    failed_by: dict[str, set[str]] = field(default_factory=dict)  # stage -> makers that should not get it again
+
+    @property
+    def tokens(self) -> int:
+        return sum(produced.tokens for produced in self.produced.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(produced.nbytes for produced in self.produced.values())
+
+    def age(self, version: int) -> int:
+        """`version` minus the oldest token version; 0 for a row that no policy made (a dataset)."""
+        return version - min(
+            (p.min_version for p in self.produced.values() if p.min_version is not None), default=version
+        )
+
+    def __str__(self) -> str:
+        return f"row {self.id} (prompt {self.prompt.id!r})"
+
+    def to_state(self, encode: Encode) -> dict[str, Any]:
+        """JSON-able if the prompt's fields are; open leases are left out: their stages are made again."""
+        return {
+            "id": self.id,
+            "prompt": {"id": self.prompt.id, "content": self.prompt.content, "fields": dict(self.prompt.fields)},
+            "min_version": self.min_version,
+            "columns": {stage: encode(self.id, stage, reference) for stage, reference in self.columns.items()},
+            "produced": {stage: asdict(produced) for stage, produced in self.produced.items()},
+            "attempts": dict(self.attempts),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], decode: Decode, now: float) -> Row:
+        row_id = state["id"]
+        return cls(
+            id=row_id,
+            prompt=Prompt(**state["prompt"]),
+            min_version=state["min_version"],
+            admitted_at=now,
+            columns={stage: decode(row_id, stage, encoded) for stage, encoded in state["columns"].items()},
+            produced={stage: Produced(**produced) for stage, produced in state["produced"].items()},
+            attempts=dict(state["attempts"]),
+        )
+
+
+class StageQueue:
+    """Rows that wait for a lease of one stage, oldest first: push and pop cost O(log rows).
+
+    Rows that failed on some maker wait apart (`again`), since not every maker may take them; they are few.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[int] = []
+        self._waiting: set[int] = set()  # the truth: an id in the heap but not here was discarded
+        self._again: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._again)
+
+    def __contains__(self, row_id: int) -> bool:
+        return row_id in self._waiting or row_id in self._again
+
+    def push(self, row_id: int, again: bool) -> None:
+        if again:
+            self._again.add(row_id)
+        else:
+            self._waiting.add(row_id)
+            heapq.heappush(self._heap, row_id)
+
+    def discard(self, row_id: int) -> None:
+        self._waiting.discard(row_id)
+        self._again.discard(row_id)
+
+    def pop(self, may_take: Callable[[int], bool]) -> int | None:
+        """The oldest row for a maker; `may_take` is asked about rows that failed before only."""
+        for row_id in sorted(self._again):
+            if may_take(row_id):
+                self._again.remove(row_id)
+                return row_id
+        while self._heap:
+            row_id = heapq.heappop(self._heap)
+            if row_id in self._waiting:
+                self._waiting.remove(row_id)
+                return row_id
+        return None
+
+
+def derive_seed(run_seed: int, row_id: int, attempt: int) -> int:
+    """The same for the same run seed, whatever maker works on the row and when; below 2**48."""
+    digest = hashlib.blake2b(f"{run_seed}/{row_id}/{attempt}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,135 @@
+"""Settings of prompts, engines, makers and rewards; the one home of their defaults. Free of torch and vllm."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from buffer.config import Resources, Strict
+
+DOTTED = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+class ReasoningGymPrompts(Strict):
+    type: Literal["reasoning_gym"]
+    dataset: str
+    size: int = Field(1000, ge=1)
+    seed: int = 0
+    config: dict[str, Any] = {}
+    shuffle: bool = False
+    epochs: int | None = Field(None, ge=1, description="Passes over the data; null means as many as the run needs.")
+    suffix: str = Field("", description="Text added to the end of every question.")
+
+
+class FilePrompts(Strict):
+    """A .jsonl or .parquet file, or a Hugging Face dataset folder, with a `prompt` column (text or chat messages)."""
+
+    type: Literal["file"]
+    path: str
+    column: str = "prompt"
+    seed: int = 0
+    shuffle: bool = True
+    epochs: int | None = Field(None, ge=1)
+
+
+class CustomPrompts(Strict):
+    type: Annotated[str, Field(pattern=DOTTED)]
+    options: dict[str, Any] = {}
+    seed: int = 0
+    shuffle: bool = False
+    epochs: int | None = Field(None, ge=1)
+
+
+def _prompt_tag(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "custom" if isinstance(kind, str) and ":" in kind else str(kind)
+
+
+PromptsConfig = Annotated[
+    Annotated[ReasoningGymPrompts, Tag("reasoning_gym")]
+    | Annotated[FilePrompts, Tag("file")]
+    | Annotated[CustomPrompts, Tag("custom")],
+    Discriminator(_prompt_tag),
+]
+
+
+class Sampling(Strict):
+    n: int = Field(8, ge=1, description="Samples of one prompt: the size of a group.")
+    temperature: float = Field(1.0, ge=0)
+    max_tokens: int = Field(512, ge=1)
+    stop: list[str] = []
+
+
+class VllmEngine(Strict):
+    type: Literal["vllm"] = "vllm"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    max_model_len: int = Field(2048, ge=8)
+    max_num_seqs: int = Field(64, ge=1, description="Sequences decoded at once.")
+    kv_cache_gib: float = Field(0.5, gt=0, description="Key/value cache on CPU, GiB.")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    enforce_eager: bool | None = Field(None, description="null: eager on CPU, compiled on GPU.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: resources.cpus.")
+    extra: dict[str, Any] = Field({}, description="Passed to vllm.EngineArgs as they are.")
+
+
+class RolloutMaker(Strict):
+    kind: Literal["rollout"]
+    replicas: int = Field(1, ge=1)
+    resources: Resources = Resources()
+    engine: VllmEngine = VllmEngine()
+    sampling: Sampling = Sampling()
+    update: Literal["in_flight", "between_rows"] = Field(
+        "in_flight", description="Take new weights between two engine steps, or only when no row is being generated."
+    )
+
+
+class RewardFunction(Strict):
+    name: Literal["reasoning_gym", "math_verify", "exact_match", "regex"] | None = Field(None, description="Built in.")
+    path: str | None = Field(None, pattern=DOTTED, description="Your own: package.module:function.")
+    weight: float = 1.0
+    timeout: float = Field(10.0, gt=0, description="Seconds for one call; then the process is killed.")
+    options: dict[str, Any] = Field({}, description="Settings of a built-in one; keyword arguments of your own.")
+    convention: Literal["row", "trl"] = Field(
+        "row",
+        description="How your own is called: row: `prompt` and each column as they are; trl: `prompts` and each column "
+        "as lists with one entry a completion, completions as messages where the prompt is messages.",
+    )
+
+    @model_validator(mode="after")
+    def _name_or_path(self) -> RewardFunction:
+        if (self.name is None) == (self.path is None):
+            raise ValueError("give exactly one of `name` (built in) and `path` (package.module:function)")
+        return self
+
+
+class RewardMaker(Strict):
+    kind: Literal["reward"]
+    replicas: int = Field(1, ge=1)
+    resources: Resources = Resources(cpus=0.1)
+    functions: list[RewardFunction] = Field(min_length=1)
+    workers: int = Field(1, ge=1, description="Processes that call reward functions in one maker.")
+    slots: int = Field(16, ge=1, description="Rows scored at once by one maker.")
+    start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
+
+
+class CustomMaker(Strict):
+    """A maker kind of your own: a class with `stage`, `needs` and `async make(lease, inputs)`."""
+
+    kind: Annotated[str, Field(pattern=DOTTED)]
+    replicas: int = Field(1, ge=1)
+    resources: Resources = Resources()
+    options: dict[str, Any] = {}
+
+
+def _maker_tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return "custom" if isinstance(kind, str) and ":" in kind else str(kind)
+
+
+MakerConfig = Annotated[
+    Annotated[RolloutMaker, Tag("rollout")]
+    | Annotated[RewardMaker, Tag("reward")]
+    | Annotated[CustomMaker, Tag("custom")],
+    Discriminator(_maker_tag),
+]

@@ -1,0 +1,34 @@
+"""Who runs where: one YAML -> plan -> named actors, and the handle of a run.
+
+    import topology
+    run = topology.start("config.yaml")
+    run.status(); run.wait(); run.stop()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["existing", "resume", "start"]
+
+
+def start(config: str, overrides: tuple[str, ...] = (), name: str | None = None) -> Any:
+    """Start a run from a YAML file; returns a `topology.launch.Run`."""
+    from topology import launch
+
+    return launch.start(config, overrides, name)
+
+
+def resume(run_dir: str, overrides: tuple[str, ...] = ()) -> Any:
+    """Go on from the newest checkpoint of an ended run; returns a `topology.launch.Run`."""
+    from topology import launch
+
+    return launch.resume(run_dir, overrides)
+
+
+def existing(name: str) -> Any:
+    """The handle of a run by name or folder; returns a `topology.launch.Run`."""
+    from topology import launch
+    from topology.runs import existing_run
+
+    return launch.Run(existing_run(name))

@@ -1,0 +1,237 @@
+"""The named actors: empty shells around the plain classes of the other folders.
+
+Every shell keeps its output in `logs/NAME.log` of the run folder, answers `ping`, and offers `hold`, a call that never
+returns: its failure is how the supervisor learns within a fraction of a second that the process is gone.
+Heavy imports happen inside methods, so that an actor exists (and answers) before its libraries are loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from buffer.records import Lease, MakerInfo, Prompt, SampledRow
+from topology.config import RunConfig
+from topology.names import log_file, namespace_of
+
+if TYPE_CHECKING:
+    from trainers.rank import Rendezvous
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What every actor is told about itself; small, since a restart gets the same arguments again."""
+
+    run: str
+    name: str
+    folder: str
+    python_path: tuple[str, ...]  # where user code named in the config is found
+    threads: int
+    config: RunConfig
+    model_path: str
+
+    @property
+    def namespace(self) -> str:
+        return namespace_of(self.run)
+
+
+class Shell:
+    """What all actors have in common."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.config = identity.config
+        _redirect_output(log_file(identity.folder, identity.name))
+        # Before torch is imported: it reads these once. Dynamo would compile C++ in the middle of a run on a CPU.
+        os.environ["OMP_NUM_THREADS"] = str(identity.threads)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        sys.path[:0] = [path for path in identity.python_path if path not in sys.path]
+
+    async def ping(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+
+    async def hold(self) -> None:
+        await asyncio.Event().wait()
+
+    def peer(self, name: str) -> Any:
+        return ray.get_actor(name, namespace=self.identity.namespace)
+
+
+def _redirect_output(file: Path) -> None:
+    """Everything the process prints, C++ included, goes to its own log file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
+    )
+
+
+class WeightsActor(Shell):
+    """`weights`: the store, which calls the trainer's ranks for an export and so owns what they return."""
+
+    async def start(self, ranks: Sequence[str], buckets: int) -> None:
+        from topology.handles import RayExporter
+        from weights.store import WeightStore
+
+        settings = self.config.weights
+        self._store = WeightStore(settings)
+        self._exporter = RayExporter([self.peer(rank) for rank in ranks], buckets, settings.timeout)
+
+    async def publish(self, version: int) -> Any:
+        return await self._store.publish(version, self._exporter)
+
+    async def wait_newer(self, than: int, timeout: float) -> int:
+        return await self._store.wait_newer(than, timeout)
+
+    async def get(self, version: int | None = None) -> Any:
+        return self._store.get(version)
+
+    async def status(self) -> dict[str, Any]:
+        return self._store.status()
+
+
+class BufferActor(Shell):
+    """`buffer`: the experience table and its dispatcher, which calls the makers and so owns what they return."""
+
+    async def start(self, cursor: int) -> None:
+        from buffer.buffer import Buffer
+        from makers.prompts import open_prompts
+        from topology.plan import POLICY, rollout_of, stages_of
+
+        trainer = self.config.trainers[POLICY]
+        prompts = await asyncio.to_thread(open_prompts, self.config.prompts)
+        prompts.seek(cursor)
+        self._buffer = Buffer(
+            self.config.buffer,
+            prompts,
+            stages=stages_of(self.config),
+            groups_per_step=trainer.groups_per_step,
+            every=self.config.weights.every,
+            samples=rollout_of(self.config).sampling.n,
+            total_rows=trainer.steps * trainer.groups_per_step - cursor,
+            seed=self.config.seed,
+        )
+
+    async def attach(self, info: MakerInfo) -> None:
+        from topology.handles import RayMaker
+
+        self._buffer.attach(RayMaker(info, self.peer(info.name)))
+
+    async def maker_died(self, name: str, cause: str) -> None:
+        self._buffer.maker_died(name, cause)
+
+    async def published(self, version: int) -> None:
+        self._buffer.published(version)
+
+    async def sample(self, groups: int, timeout: float) -> list[SampledRow]:
+        return await self._buffer.sample(groups, timeout)
+
+    async def trained(self, row_ids: Sequence[int], step: int) -> None:
+        self._buffer.trained(row_ids, step)
+
+    async def dropped(self, row_ids: Sequence[int], reason: str) -> None:
+        self._buffer.dropped(row_ids, reason)
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float
+    ) -> Any:
+        return await self._buffer.evaluate(
+            prompts, samples=samples, min_version=min_version, seed=seed, timeout=timeout
+        )
+
+    async def status(self) -> dict[str, Any]:
+        return self._buffer.status()
+
+    async def fatal(self) -> None:
+        """Returns never; raises what makes it impossible for the run to go on."""
+        await self._buffer.fatal
+
+
+class MakerActor(Shell):
+    """`maker/GROUP/I`: one maker of any kind."""
+
+    async def start(self) -> MakerInfo:
+        from makers.factory import build_maker
+        from topology.handles import RayWeightClient
+        from topology.plan import stage_of
+
+        _, group, index = self.identity.name.split("/")
+        config = self.config.makers[group]
+        self._maker = build_maker(
+            config,
+            name=self.identity.name,
+            model_path=self.identity.model_path,
+            weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout),
+            seed=self.config.seed + int(index),
+        )
+        await self._maker.start()
+        self._needs = tuple(self._maker.needs)
+        return MakerInfo(self.identity.name, config.kind, stage_of(config, group), self._needs, self._maker.slots)
+
+    async def make(self, lease: Lease, *inputs: Any) -> tuple[Any, Any]:
+        from buffer.columns import validate_columns
+        from buffer.records import DataFailure
+
+        produced, columns = await self._maker.make(lease, dict(zip(self._needs, inputs, strict=True)))
+        try:
+            validate_columns(lease, columns, produced.samples)
+        except ValueError as error:
+            raise DataFailure(str(error)) from None
+        return produced, columns
+
+    async def status(self) -> dict[str, Any]:
+        return self._maker.status()
+
+    async def close(self) -> None:
+        await self._maker.close()
+
+
+class RankActor(Shell):
+    """`trainer/ROLE/rank/I`: one process of a trainer. Its work runs in one thread, so that it answers meanwhile."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
+
+    async def start(self, rendezvous: Rendezvous, restore: str | None) -> int:
+        """Load the model (and the checkpoint); the number of buckets of an export."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
+
+    def _start(self, rendezvous: Rendezvous, restore: str | None) -> int:
+        from topology.plan import POLICY
+        from trainers.rank import TrainerRank
+
+        self._rank = TrainerRank(
+            self.config.trainers[POLICY],
+            model_path=self.identity.model_path,
+            rendezvous=rendezvous,
+            bucket_bytes=self.config.weights.bucket_bytes,
+            seed=self.config.seed,
+            failures_folder=str(Path(self.identity.folder) / "failures"),
+        )
+        self._rank.start()
+        if restore is not None:
+            self._rank.restore(restore)
+        return self._rank.num_buckets()
+
+    async def invoke(self, method: str, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._rank, method), *args)
+
+    async def export(self, version: int) -> Any:
+        return await self.invoke("export", version)

@@ -1,0 +1,228 @@
+"""One YAML file -> one frozen, typed `RunConfig`. Free of ray, torch, vllm and megatron.
+
+Guarantees: an unknown or duplicate key, a wrong type and a value out of range end in one `ConfigError` that lists every
+problem with the key's path, what was given and, for a misspelt key, the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from buffer.config import BufferConfig, Strict
+from makers.config import MakerConfig, PromptsConfig
+from trainers.config import MetricsConfig, TrainerConfig
+from weights.config import WeightsConfig
+
+RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
+
+class ConfigError(Exception):
+    """The config or the arguments are wrong; the message says what, where and what to do (exit code 2)."""
+
+
+class ModelConfig(Strict):
+    path: str = Field(description="A Hugging Face checkpoint folder, or the name of a model prepared offline.")
+
+
+class EvaluationConfig(Strict):
+    """Held-out prompts, sampled by the same makers; nobody trains on them."""
+
+    prompts: PromptsConfig
+    size: int = Field(128, ge=1, description="Prompts taken from the start of the source.")
+    samples: int = Field(4, ge=1, description="Samples of one prompt.")
+    every: int | None = Field(None, ge=1, description="Steps between two evaluations during the run.")
+    at_start: bool = True
+    at_end: bool = True
+    timeout: float = Field(600.0, gt=0, description="Seconds for one evaluation.")
+
+
+class CheckpointConfig(Strict):
+    every: int | None = Field(None, ge=1, description="Steps between two checkpoints; null: only at the end.")
+    keep: int = Field(3, ge=1)
+    at_end: bool = True
+
+
+class RowsConfig(Strict):
+    every: int | None = Field(1, ge=1, description="Steps between two files of sampled rows; null: none.")
+
+
+class ClusterConfig(Strict):
+    address: str | None = Field(None, description="host:port of a running cluster; null: the run starts its own.")
+    cpus: float | None = Field(None, gt=0, description="CPUs the run's own cluster offers; null: what the plan needs.")
+    gpus: int | None = Field(None, ge=0, description="GPUs the run's own cluster offers; null: what is found.")
+    object_store_gib: float = Field(2.0, gt=0)
+
+
+class LimitsConfig(Strict):
+    """Every wait has a deadline; these are theirs, in seconds."""
+
+    start: float = Field(300.0, gt=0, description="From the first actor to all of them ready.")
+    batch: float = Field(600.0, gt=0, description="Trainer waiting for complete rows.")
+    step: float = Field(1800.0, gt=0, description="One optimizer step, or one checkpoint, on the ranks.")
+    stop: float = Field(120.0, gt=0, description="Draining after `tandem stop`.")
+    ping: float = Field(60.0, gt=0, description="An actor that does not answer for so long is hung.")
+
+
+class RunConfig(Strict):
+    name: str = Field(pattern=RUN_NAME)
+    seed: int = 0
+    model: ModelConfig
+    prompts: PromptsConfig
+    makers: dict[str, MakerConfig] = Field(min_length=1)
+    trainers: dict[str, TrainerConfig] = Field(min_length=1)
+    buffer: BufferConfig = BufferConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig | None = None
+    rows: RowsConfig = RowsConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses a mapping with the same key twice (plain YAML keeps the last one, silently)."""
+
+
+def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise ConfigError(f"line {key_node.start_mark.line + 1}: key `{key}` stands twice in one section")
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = (), name: str | None = None) -> RunConfig:
+    """Read, override (`a.b=c`, values in YAML) and validate one config file. Raises ConfigError."""
+    file = Path(path)
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+    try:
+        data = yaml.load(text, Loader=_UniqueKeys)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: a config is a mapping with `name`, `model`, `prompts`, `makers`, `trainers`")
+    for override in overrides:
+        _apply_override(data, override)
+    if name is not None:
+        data["name"] = name
+    return parse_config(data, source=str(file))
+
+
+def parse_config(data: Mapping[str, Any], source: str = "config") -> RunConfig:
+    """Validate a mapping. Raises ConfigError that lists every problem."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        lines = [_describe(problem, data) for problem in error.errors(include_url=False)]
+        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+        raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML; loading it again gives the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override}: write it as key.path=value")
+    node: Any = data
+    *parents, last = key.split(".")
+    for part in parents:
+        node = _child(node, part, override, create=True)
+    if isinstance(node, list):
+        index = _list_index(node, last, override)
+        node[index] = yaml.safe_load(value)
+    elif isinstance(node, dict):
+        node[last] = yaml.safe_load(value)
+    else:
+        raise ConfigError(f"--set {override}: `{'.'.join(parents)}` is a single value, it has no `{last}`")
+
+
+def _child(node: Any, part: str, override: str, create: bool) -> Any:
+    if isinstance(node, list):
+        return node[_list_index(node, part, override)]
+    if not isinstance(node, dict):
+        raise ConfigError(f"--set {override}: there is no section `{part}` to go into")
+    if create and node.get(part) is None:
+        node[part] = {}
+    return node[part]
+
+
+def _list_index(node: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"--set {override}: `{part}` is no position in a list of {len(node)}")
+    return int(part)
+
+
+def _describe(problem: Any, data: Any) -> str:
+    """One line for one pydantic error: the key's path, what is wrong, what was given, the nearest known key."""
+    path = _written_path(problem["loc"], data)
+    where = ".".join(str(part) for part in path) or "(top level)"
+    kind, given = problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        return f"{where}: unknown key{_nearest(str(path[-1]))}"
+    if kind == "missing":
+        return f"{where}: missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    if kind.startswith("union_tag"):
+        expected = problem.get("ctx", {}).get("expected_tags", "")
+        return f"{where}: unknown kind or type{'' if not expected else f'; known: {expected}'}, or package.module:Name"
+    shown = repr(given)
+    return f"{where}: {message} (given: {shown if len(shown) <= 60 else shown[:57] + '...'})"
+
+
+def _written_path(location: tuple[Any, ...], data: Any) -> list[Any]:
+    """The key path as the user wrote it: pydantic also puts the tag of a tagged union into the location."""
+    path, node = [], data
+    for position, step in enumerate(location):
+        if isinstance(node, Mapping) and step in node:
+            node = node[step]
+        elif isinstance(node, list) and isinstance(step, int) and step < len(node):
+            node = node[step]
+        elif position < len(location) - 1:
+            continue  # a tag
+        path.append(step)
+    return path
+
+
+def _nearest(key: str) -> str:
+    known = sorted(_all_keys(RunConfig))
+    close = difflib.get_close_matches(key, known, n=1)
+    return f", did you mean `{close[0]}`?" if close else ""
+
+
+def _all_keys(model: type[Strict], seen: set[type] | None = None) -> set[str]:
+    """Every key of every section: a suggestion need not be more precise than that."""
+    seen = seen if seen is not None else set()
+    if model in seen:
+        return set()
+    seen.add(model)
+    keys = set(model.model_fields)
+    stack: list[Any] = [field.annotation for field in model.model_fields.values()]
+    while stack:
+        hint = stack.pop()
+        if isinstance(hint, type) and issubclass(hint, Strict):
+            keys |= _all_keys(hint, seen)
+        else:
+            stack.extend(typing.get_args(hint))
+    return keys

@@ -1,0 +1,162 @@
+"""How the plain classes of the other folders see each other through Ray: one small class for each edge of the picture.
+
+Guarantees: every call has a deadline and a name; a dead actor shows as `ActorLost` with its name; whoever calls owns what
+comes back, so rows live in the buffer's ownership and weights in the store's, whatever happens to who made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+
+from buffer.buffer import EvaluationResult
+from buffer.records import DataFailure, InfraFailure, Lease, MakerInfo, Produced, Prompt, SampledRow
+from weights.manifest import Manifest
+
+T = TypeVar("T")
+MARGIN = 10.0  # seconds a call may take beyond the deadline that the callee itself keeps
+
+
+class ActorLost(RuntimeError):
+    """An actor died or cannot be reached."""
+
+
+async def call(answer: Awaitable[T], timeout: float, what: str) -> T:
+    """Await one remote call. Raises TimeoutError and ActorLost that name `what`."""
+    try:
+        return await asyncio.wait_for(answer, timeout)
+    except TimeoutError as error:
+        if str(error):  # the callee's own deadline, already named
+            raise
+        raise TimeoutError(f"{what} did not answer within {timeout:.0f} s") from None
+    except RayActorError as error:
+        raise ActorLost(f"{what}: {death_cause(error)}") from None
+
+
+def death_cause(error: RayError) -> str:
+    """One line from Ray's long texts."""
+    text = str(error)
+    if "SIGKILL" in text or "connection error code 2" in text:
+        return "its process died without a word (killed, or out of memory)"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "error raised in its creation task" in text or "creation task" in lines[0]:
+        return lines[-1]
+    return lines[0]
+
+
+class RayMaker:
+    """The buffer's view of a maker: implements `buffer.dispatcher.MakerHandle`."""
+
+    def __init__(self, info: MakerInfo, actor: ActorHandle) -> None:
+        self.info = info
+        self._actor = actor
+
+    async def make(self, lease: Lease, inputs: Sequence[Any]) -> tuple[Produced, Any]:
+        # Two returns: the small answer is fetched, the columns stay where they were made and only the reference comes.
+        produced, columns = self._actor.make.options(num_returns=2).remote(lease, *inputs)
+        try:
+            return await produced, columns
+        except asyncio.CancelledError:
+            ray.cancel(produced)
+            raise
+        except (DataFailure, InfraFailure):
+            raise
+        except RayActorError as error:
+            raise InfraFailure(f"{self.info.name}: {death_cause(error)}") from None
+
+
+class RayWeightClient:
+    """A maker's view of the weight store: implements `weights.client.WeightClient`."""
+
+    def __init__(self, store: ActorHandle, timeout: float) -> None:
+        self._store = store
+        self._timeout = timeout
+
+    async def wait_newer(self, than: int, timeout: float) -> int:
+        return await call(self._store.wait_newer.remote(than, timeout), timeout + MARGIN, "weights: wait for a newer version")
+
+    async def pull(self, version: int | None = None) -> tuple[Manifest, list[Any]]:
+        manifest, references = await call(self._store.get.remote(version), self._timeout, "weights: get a version")
+        buckets = await call(asyncio.gather(*references), self._timeout, f"weights: pull version {manifest.version}")
+        return manifest, list(buckets)
+
+
+class RayExporter:
+    """The weight store's view of a trainer: implements `weights.store.Exporter`. The store, as caller, owns the buckets."""
+
+    def __init__(self, ranks: Sequence[ActorHandle], buckets: int, timeout: float) -> None:
+        self._ranks = list(ranks)
+        self._buckets = buckets
+        self._timeout = timeout
+
+    async def export(self, version: int) -> tuple[Manifest, list[Any]]:
+        # Every rank walks its export iterator (collectives); the first rank's buckets are the ones that are kept.
+        answers = [rank.export.options(num_returns=1 + self._buckets).remote(version) for rank in self._ranks]
+        manifests = [answer[0] for answer in answers]
+        gathered = await call(asyncio.gather(*manifests), self._timeout, f"trainer: export of version {version}")
+        return gathered[0], list(answers[0][1:])
+
+
+class RayWorker:
+    """One trainer rank: implements `trainers.rank_group.Worker`."""
+
+    def __init__(self, name: str, actor: ActorHandle) -> None:
+        self.name = name
+        self._actor = actor
+
+    async def invoke(self, method: str, *args: Any) -> Any:
+        return await self._actor.invoke.remote(method, *args)
+
+
+class RayRows:
+    """A trainer's view of the buffer: implements `trainers.trainer.RowSource`."""
+
+    def __init__(self, buffer: ActorHandle, timeout: float) -> None:
+        self._buffer = buffer
+        self._timeout = timeout
+
+    async def sample(self, groups: int, timeout: float) -> list[SampledRow]:
+        return await call(self._buffer.sample.remote(groups, timeout), timeout + MARGIN, "buffer: sample")
+
+    async def fetch(self, reference: Any) -> Any:
+        return await call(reference, self._timeout, "buffer: fetch of a column")
+
+    async def trained(self, row_ids: Sequence[int], step: int) -> None:
+        await self._call("trained", list(row_ids), step)
+
+    async def dropped(self, row_ids: Sequence[int], reason: str) -> None:
+        await self._call("dropped", list(row_ids), reason)
+
+    async def published(self, version: int) -> None:
+        await self._call("published", version)
+
+    async def status(self) -> dict[str, Any]:
+        return await self._call("status")
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float
+    ) -> EvaluationResult:
+        answer = self._buffer.evaluate.remote(
+            list(prompts), samples=samples, min_version=min_version, seed=seed, timeout=timeout
+        )
+        return await call(answer, timeout + MARGIN, "buffer: evaluation")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await call(getattr(self._buffer, method).remote(*args), self._timeout, f"buffer: {method}")
+
+
+class RayPublisher:
+    """A trainer's view of the weight store."""
+
+    def __init__(self, store: ActorHandle, timeout: float) -> None:
+        self._store = store
+        self._timeout = timeout
+
+    async def publish(self, version: int) -> Manifest:
+        answer = self._store.publish.remote(version)
+        return await call(answer, self._timeout + MARGIN, f"weights: publish version {version}")

@@ -1,0 +1,142 @@
+"""What a run folder says about the run's past: its metrics, its events, and the figures that sum it up.
+
+Guarantees: reads only files of the folder, of a run that goes on as well as of one that ended; a half-written last line
+is left out; when a step was recorded twice (resume), the later record counts. Free of ray and torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENDS = 5  # steps at the start and at the end that the reward is averaged over
+TIME_SPLIT = ("wait_for_batch", "train", "publish", "other")  # what the trainer did with its time, without overlap
+
+
+@dataclass(frozen=True)
+class Held:
+    """One evaluation on held-out prompts."""
+
+    step: int
+    score: float
+    error: float  # standard error of the score
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything recorded of one run. `steps` in the order of the steps."""
+
+    name: str
+    state: str
+    cause: str | None
+    config: str
+    steps: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) wherever the value is a number."""
+        return [(row["step"], row[key]) for row in self.steps if isinstance(row.get(key), int | float)]
+
+    @property
+    def held_out(self) -> list[Held]:
+        scores = {
+            event["step"]: Held(event["step"], event["score"], event.get("stderr") or 0.0)
+            for event in self.events
+            if event["event"] == "evaluation" and event.get("score") is not None
+        }
+        return [scores[step] for step in sorted(scores)]
+
+    def time_split(self) -> list[tuple[str, list[float]]]:
+        """Seconds of each step by what the trainer did; `other` is evaluation, checkpoints and bookkeeping."""
+        named = [(name, [float(row.get(f"time/{name}") or 0.0) for row in self.steps]) for name in TIME_SPLIT[:-1]]
+        whole = [float(row.get("time/step") or 0.0) for row in self.steps]
+        known = [sum(parts) for parts in zip(*(values for _, values in named), strict=True)]
+        return [*named, ("other", [max(0.0, w - k) for w, k in zip(whole, known, strict=True)])]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures a reader asks for first. None where nothing was recorded."""
+
+    steps: int
+    seconds: float
+    reward_first: float | None
+    reward_last: float | None
+    held_before: Held | None
+    held_after: Held | None
+    max_staleness: float | None
+    generated_per_s: float | None
+    trained_per_s: float | None
+    time_shares: Mapping[str, float]
+    bound_by: str | None
+    knob: str | None
+    skipped: int
+    failures: Mapping[str, float]
+
+
+def read_history(folder: Path) -> History:
+    """Read a run folder. Raises FileNotFoundError when it has no `metrics.jsonl`."""
+    folder = Path(folder)
+    if not (folder / "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"{folder} has no metrics.jsonl: it is not the folder of a run, or no step was made")
+    by_step = {row["step"]: row for row in _objects(folder / "metrics.jsonl")}
+    status = json.loads(_text(folder / "status.json") or "{}")
+    return History(
+        name=status.get("name") or folder.resolve().name,
+        state=status.get("state") or "unknown",
+        cause=status.get("cause"),
+        config=_text(folder / "config.yaml"),
+        steps=[by_step[step] for step in sorted(by_step)],
+        events=_objects(folder / "events.jsonl"),
+    )
+
+
+def summarise(history: History) -> Summary:
+    steps, held = history.steps, history.held_out
+    rewards = [value for _, value in history.series("reward/mean")]
+    split = {name: sum(values) for name, values in history.time_split()}
+    seconds = sum(split.values())
+    bounds = Counter(row["bound_by"] for row in steps if row.get("bound_by"))
+    bound = bounds.most_common(1)[0][0] if bounds else None
+    knobs = [row.get("bound_by/knob") for row in steps if bound is not None and row.get("bound_by") == bound]
+    return Summary(
+        steps=len(steps),
+        seconds=seconds,
+        reward_first=_mean(rewards[:ENDS]),
+        reward_last=_mean(rewards[-ENDS:]),
+        held_before=held[0] if held else None,
+        held_after=held[-1] if len(held) > 1 else None,
+        max_staleness=max((value for _, value in history.series("staleness/max")), default=None),
+        generated_per_s=_rate(history, "tokens_per_s/generated"),
+        trained_per_s=_rate(history, "tokens_per_s/trained"),
+        time_shares={name: value / seconds if seconds else 0.0 for name, value in split.items()},
+        bound_by=bound,
+        knob=knobs[-1] if knobs else None,
+        skipped=sum(event["event"] == "step_skipped" for event in history.events),
+        failures={
+            kind: sum(value for _, value in history.series(f"failures/{kind}")) for kind in ("infra", "data", "timeout")
+        },
+    )
+
+
+def _rate(history: History, key: str) -> float | None:
+    """Mean of a rate over time: each step counts by its length."""
+    timed = [(row[key], row.get("time/step") or 0.0) for row in history.steps if isinstance(row.get(key), int | float)]
+    seconds = sum(length for _, length in timed)
+    return sum(rate * length for rate, length in timed) / seconds if seconds else _mean([rate for rate, _ in timed])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.is_file() else ""
+
+
+def _objects(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in _text(file).splitlines() if line.endswith("}")]

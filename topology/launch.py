@@ -1,0 +1,306 @@
+"""From a config to a run, and back to it: everything that is checked before anything starts, the start, and the handle.
+
+Guarantees: whatever can be known beforehand is checked before the run folder exists (`ConfigError`); a start that fails
+ends what it had started; a handle works from any process that can read the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from makers.config import FilePrompts, RewardMaker
+from topology.config import ConfigError, RunConfig, dump_config, load_config
+from topology.keeper import cluster_environment, start_keeper
+from topology.models import ModelError, ModelInfo, model_info, resolve_model
+from topology.names import namespace_of
+from topology.plan import GIB, POLICY, Capacity, Plan, make_plan
+from topology.runs import ENDED, RunError, RunFolder, process_alive, read_json, run_folder, wait_for_file, write_json
+
+CONNECT = 60.0  # seconds to reach a cluster, and for one call to a supervisor
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A config that passed every check, with what the checks found."""
+
+    config: RunConfig
+    model_path: Path
+    model: ModelInfo
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, live or ended, seen through its folder."""
+
+    folder: RunFolder
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def status(self) -> dict[str, Any]:
+        return self.folder.status()
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
+        """Block until the run has ended; its last status. Raises TimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.status())["state"] not in ENDED:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.name} is still {status['state']} after {timeout:g} s")
+            time.sleep(0.2)
+        return status
+
+    def stop(self, now: bool = False, timeout: float = 300.0) -> dict[str, Any]:
+        """Drain and stop (or end at once). Returns the last status; the run's cluster is gone afterwards."""
+        if self.status()["state"] not in ENDED:
+            with self._supervisor() as supervisor:
+                import ray
+
+                ray.get(supervisor.stop.remote(now), timeout=CONNECT)
+            self.wait(timeout)
+        self.wait_for_cluster_end()
+        return self.status()
+
+    def wait_for_cluster_end(self, timeout: float = 30.0) -> None:
+        """The keeper ends the run's own cluster shortly after the run; wait for that. Raises TimeoutError."""
+        cluster = read_json(self.folder.cluster_file)
+        deadline = time.monotonic() + timeout
+        while cluster and cluster.get("keeper") and process_alive(cluster["keeper"], cluster["keeper_started"]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the cluster of run {self.name} (keeper process {cluster['keeper']}) is still there")
+            time.sleep(0.1)
+
+    @contextmanager
+    def _supervisor(self) -> Iterator[Any]:
+        cluster = read_json(self.folder.cluster_file)
+        if cluster is None:
+            raise RunError(f"run {self.name} has no cluster")
+        with connected(self.folder, cluster["address"], own=cluster.get("keeper") is not None) as ray:
+            try:
+                yield ray.get_actor("supervisor", namespace=namespace_of(self.name))
+            except ValueError as error:
+                raise RunError(f"run {self.name}: no supervisor in its cluster") from error
+
+
+# --- before -----------------------------------------------------------------------------------------------------------
+
+
+def prepare(config_path: str | Path, overrides: Any = (), name: str | None = None) -> Prepared:
+    """Read a config, prepare its model, and check all that can be known before a start. Raises ConfigError."""
+    return check(load_config(config_path, overrides, name))
+
+
+def check(config: RunConfig) -> Prepared:
+    try:
+        path = resolve_model(config.model.path)
+        model = model_info(path)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    config = _absolute_paths(config)
+    plan = make_plan(config, model, capacity_of(config))
+    _check_prompts(config, model)
+    _check_reward_functions(config)
+    return Prepared(config, path, model, plan)
+
+
+def capacity_of(config: RunConfig) -> Capacity:
+    """What the config's cluster offers. A run's own cluster offers as many CPUs as the plan needs, unless told."""
+    memory = psutil.virtual_memory()
+    if config.cluster.address is None:
+        gpus = config.cluster.gpus if config.cluster.gpus is not None else _count_gpus()
+        cpus = config.cluster.cpus if config.cluster.cpus is not None else float("inf")
+        return Capacity(cpus, gpus, memory.available / GIB, "this machine")
+    with connected(None, config.cluster.address, own=False) as ray:
+        total = ray.cluster_resources()
+    what = f"the cluster at {config.cluster.address}"
+    return Capacity(total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0) / GIB, what)
+
+
+def _count_gpus() -> int:
+    return len([device for device in Path("/dev").glob("nvidia[0-9]*") if device.name[6:].isdigit()])
+
+
+def _absolute_paths(config: RunConfig) -> RunConfig:
+    """Files are named relative to where the command is given; actors run elsewhere."""
+
+    def absolute(prompts: Any) -> Any:
+        if not isinstance(prompts, FilePrompts):
+            return prompts
+        return prompts.model_copy(update={"path": str(Path(prompts.path).expanduser().resolve())})
+
+    changes: dict[str, Any] = {"prompts": absolute(config.prompts)}
+    if config.evaluation is not None:
+        changes["evaluation"] = config.evaluation.model_copy(update={"prompts": absolute(config.evaluation.prompts)})
+    return config.model_copy(update=changes)
+
+
+def _check_prompts(config: RunConfig, model: ModelInfo) -> None:
+    from makers.prompts import PromptError, take
+
+    sources = {"prompts": config.prompts}
+    if config.evaluation is not None:
+        sources["evaluation.prompts"] = config.evaluation.prompts
+    for key, source in sources.items():
+        try:
+            first = take(source, 1)[0]
+        except PromptError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        if not isinstance(first.content, str) and not model.has_chat_template:
+            raise ConfigError(
+                f"{key}: row {first.id} has chat messages, but the model's tokenizer has no chat template: "
+                "give text prompts, or add a chat template to the model folder"
+            )
+
+
+def _check_reward_functions(config: RunConfig) -> None:
+    from makers.rewards import RewardError, check_function
+
+    for group, maker in config.makers.items():
+        for index, function in enumerate(maker.functions if isinstance(maker, RewardMaker) else ()):
+            try:
+                check_function(function)
+            except RewardError as error:
+                raise ConfigError(f"makers.{group}.functions.{index}: {error}") from None
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def start(config_path: str | Path, overrides: Any = (), name: str | None = None, root: Path | None = None) -> Run:
+    """Start a run and return its handle; the run goes on whatever becomes of this process."""
+    return launch(prepare(config_path, overrides, name), root)
+
+
+def launch(prepared: Prepared, root: Path | None = None) -> Run:
+    """Create the run folder, the cluster and the supervisor. Raises ConfigError if the name is in use, RunError."""
+    folder = run_folder(prepared.config.name, root)
+    try:
+        folder.path.mkdir(parents=True)
+    except FileExistsError:
+        state = folder.status()["state"] if folder.config.exists() else "there"
+        raise ConfigError(
+            f"run name `{folder.name}` is in use ({folder.path}, {state}): choose another with --name, "
+            f"go on from its checkpoint with `tandem resume {folder.path}`, or remove the folder"
+        ) from None
+    folder.create()
+    return _start_actors(prepared, folder, None)
+
+
+def resume(run_dir: str | Path, overrides: Any = ()) -> Run:
+    """Go on from the newest checkpoint of an ended run, in the same folder."""
+    from topology.runs import existing_run
+    from trainers.checkpoints import CheckpointError, find_latest
+
+    folder = existing_run(str(Path(run_dir).resolve()))
+    state = folder.status()["state"]
+    if state not in ENDED:
+        raise ConfigError(f"run {folder.name} is {state}: stop it first with `tandem stop {folder.name}`")
+    prepared = prepare(folder.config, overrides, name=folder.name)
+    try:
+        checkpoint = find_latest(folder.checkpoints)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    steps = prepared.config.trainers[POLICY].steps
+    if checkpoint.step >= steps:
+        raise ConfigError(
+            f"the newest checkpoint of run {folder.name} is at step {checkpoint.step} of {steps}: nothing is left to do; "
+            f"to train longer: --set trainers.policy.steps={checkpoint.step * 2}"
+        )
+    for file in (folder.status_file, folder.cluster_file):
+        file.unlink(missing_ok=True)
+    return _start_actors(prepared, folder, {**checkpoint.meta, "folder": str(checkpoint.path)})
+
+
+def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, Any] | None) -> Run:
+    config = prepared.config
+    folder.config.write_text(dump_config(config))
+    own = config.cluster.address is None
+    keeper = None
+    try:
+        if own:
+            folder.write_token()
+            keeper = _start_cluster(prepared, folder)
+        else:
+            write_json(folder.cluster_file, {"address": config.cluster.address, "keeper": None})
+        address = read_json(folder.cluster_file)["address"]
+        with connected(folder, address, own=own) as ray:
+            _create_supervisor(ray, prepared, folder, checkpoint)
+    except BaseException as error:
+        if keeper is not None:
+            keeper.terminate()
+            keeper.wait(timeout=30)
+        write_json(
+            folder.status_file,
+            {"name": folder.name, "state": "failed", "cause": f"start: {error}", "step": 0, "folder": str(folder.path)},
+        )
+        if isinstance(error, (RuntimeError, TimeoutError, ConnectionError)):
+            raise RunError(f"run {folder.name} could not be started: {error}; see {folder.logs}/cluster.log") from error
+        raise
+    return Run(folder)
+
+
+def _start_cluster(prepared: Prepared, folder: RunFolder) -> Any:
+    cluster = prepared.config.cluster
+    cpus = cluster.cpus if cluster.cpus is not None else max(prepared.plan.cpus, os.cpu_count() or 1)
+    store = int(cluster.object_store_gib * GIB)
+    keeper = start_keeper(folder, cpus=cpus, gpus=cluster.gpus, object_store_bytes=store)
+    wait_for_file(folder.cluster_file, CONNECT, lambda: keeper.poll() is None, "the run's Ray cluster")
+    return keeper
+
+
+def _create_supervisor(ray: Any, prepared: Prepared, folder: RunFolder, checkpoint: dict[str, Any] | None) -> None:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from topology.actors import Identity
+    from topology.supervisor import Supervisor
+
+    identity = Identity(
+        run=folder.name,
+        name="supervisor",
+        folder=str(folder.path),
+        python_path=(os.getcwd(),),
+        threads=1,
+        config=prepared.config,
+        model_path=str(prepared.model_path),
+    )
+    # On this node: the run folder is here.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = (
+        ray.remote(Supervisor)
+        .options(
+            name="supervisor",
+            namespace=namespace_of(folder.name),
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=1000,
+            scheduling_strategy=here,
+        )
+        .remote(identity, prepared.plan, checkpoint)
+    )
+    ray.get(actor.start.remote(), timeout=CONNECT)
+
+
+@contextmanager
+def connected(folder: RunFolder | None, address: str, own: bool) -> Iterator[Any]:
+    """Join a cluster for a few calls. With `own`, with the run's token; else with the user's own Ray settings."""
+    if own and folder is not None:
+        os.environ.update(cluster_environment(folder))
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    except ConnectionError as error:
+        raise RunError(f"cannot reach the cluster at {address} (is it up, and is its token set?): {error}") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()

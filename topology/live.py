@@ -1,0 +1,199 @@
+"""The live view of a run: what `tandem run` and `tandem status --watch` show.
+
+Guarantees: `render` is a pure function of the status object (`tandem status --json`) and the last metrics objects;
+where the output is not a terminal, `LiveView` prints one plain line a step and one for each change of state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARK = 40  # steps of the reward curve
+RECENT = 10  # steps that the time left is estimated from
+STYLES = {"running": "green", "done": "green", "failed": "red", "draining": "yellow", "stopped": "yellow"}
+
+Status = Mapping[str, Any]
+Metrics = Sequence[Mapping[str, Any]]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block a value, from the lowest to the highest of them."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if high == low:
+        return BLOCKS[len(BLOCKS) // 2] * len(values)
+    return "".join(BLOCKS[int((value - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for value in values)
+
+
+def seconds_left(status: Status, metrics: Metrics, total_steps: int) -> float | None:
+    """From the mean length of the last steps; None before the first."""
+    recent = [row["time/step"] for row in metrics[-RECENT:] if row.get("time/step") is not None]
+    return sum(recent) / len(recent) * (total_steps - status["step"]) if recent else None
+
+
+def render(status: Status, metrics: Metrics, total_steps: int) -> RenderableType:
+    """The whole view."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1)
+    for name, value in _lines(status, metrics, total_steps):
+        table.add_row(name, value)
+    state = status["state"]
+    title = Text.assemble((status["name"], "bold"), "  ", (state, STYLES.get(state, "cyan")))
+    panel = Panel(table, title=title, title_align="left", border_style=STYLES.get(state, "cyan"), padding=(0, 1))
+    if status.get("cause"):
+        return Group(panel, Text(str(status["cause"]), style="red"))
+    return panel
+
+
+def plain_line(status: Status, metrics: Metrics, total_steps: int) -> str:
+    """One line for logs and pipes."""
+    if not metrics:
+        return f"{status['name']}: {status['state']}" + (f": {status['cause']}" if status.get("cause") else "")
+    row = metrics[-1]
+    parts = [f"step {row['step']}/{total_steps}", f"reward {_number(row.get('reward/mean'), '.3f')}"]
+    parts += [f"staleness {_number(row.get('staleness/max'), 'g')}"]
+    parts += [f"{_number(row.get('tokens_per_s/generated'), '.0f')} tok/s"]
+    parts += [f"bound by {row['bound_by']}"] if row.get("bound_by") else []
+    left = seconds_left(status, metrics, total_steps)
+    return ", ".join(parts) + (f", {_duration(left)} left" if left else "")
+
+
+class LiveView:
+    """Shows a run while it goes on. Use as a context manager, and call `update` with every new status."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self.console = console or Console()
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        self._shown: tuple[Any, Any] = (None, 0)
+
+    def __enter__(self) -> LiveView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, status: Status, metrics: Metrics) -> None:
+        """`metrics`: the last metrics objects, oldest first; about 40 fill the reward curve."""
+        if self._live is not None:
+            self._live.update(render(status, metrics, self.total_steps), refresh=True)
+            return
+        state, step = self._shown
+        if status["state"] != state:
+            self.console.print(plain_line(status, (), self.total_steps), highlight=False, markup=False)
+        for count, row in enumerate(metrics, start=1):
+            if row["step"] > step:
+                line = plain_line({**status, "step": row["step"]}, metrics[:count], self.total_steps)
+                self.console.print(line, highlight=False, markup=False)
+        self._shown = (status["state"], max([step, *(row["step"] for row in metrics)]))
+
+
+def _lines(status: Status, metrics: Metrics, total_steps: int) -> list[tuple[str, RenderableType]]:
+    """(name, content) of every line that there is something to say in."""
+    row: Mapping[str, Any] = metrics[-1] if metrics else {}
+    lines: list[tuple[str, RenderableType]] = [("step", _progress(status, metrics, total_steps))]
+    if status.get("phase"):
+        lines.append(("trainer", str(status["phase"])))
+    if row:
+        lines.append(("reward", _reward(metrics)))
+        lines.append(("staleness", _staleness(row)))
+    lines.append(("versions", _versions(status["versions"])))
+    lines.append(("buffer", _buffer(status["buffer"])))
+    lines.append(("rows", _ledger(status["ledger"])))
+    if row:
+        lines.append(("rates", _rates(row)))
+    if status.get("bound_by"):
+        knob = row.get("bound_by/knob") or ""
+        lines.append(("bound by", Text.assemble((str(status["bound_by"]), "bold"), f"  {knob}")))
+    lines.append(("actors", _actors(status["actors"])))
+    return lines
+
+
+def _progress(status: Status, metrics: Metrics, total_steps: int) -> RenderableType:
+    left = seconds_left(status, metrics, total_steps)
+    grid = Table.grid(padding=(0, 2))
+    count = Text(f"{status['step']}/{total_steps}", style="bold")
+    time_left = Text(f"{_duration(left)} left" if left else "", style="dim")
+    grid.add_row(count, ProgressBar(total=total_steps, completed=status["step"], width=36, complete_style="cyan"), time_left)
+    return grid
+
+
+def _reward(metrics: Metrics) -> Text:
+    values = [row["reward/mean"] for row in metrics if row.get("reward/mean") is not None][-SPARK:]
+    text = Text.assemble((_number(values[-1] if values else None, ".3f"), "bold"), "  ", (sparkline(values), "cyan"))
+    scores = [row["eval/score"] for row in metrics if row.get("eval/score") is not None]
+    return text.append(f"  held-out {scores[-1]:.3f}") if scores else text
+
+
+def _staleness(row: Mapping[str, Any]) -> str:
+    text = f"mean {_number(row.get('staleness/mean'), '.2f')}, max {_number(row.get('staleness/max'), 'g')}"
+    dropped = row.get("staleness/dropped")
+    return text + (f", {dropped:g} dropped as stale" if dropped else "")
+
+
+def _versions(versions: Mapping[str, Any]) -> str:
+    low, high = versions.get("maker_min"), versions.get("maker_max")
+    makers = _number(low, "g") if low == high else f"{_number(low, 'g')} to {_number(high, 'g')}"
+    return f"trainer {_number(versions.get('trainer'), 'g')}, makers {makers}"
+
+
+def _buffer(buffer: Mapping[str, Any]) -> str:
+    stages = ", ".join(f"{stage} {count}" for stage, count in (buffer.get("rows") or {}).items())
+    return f"{stages or 'empty'} ({_size(buffer.get('bytes') or 0)})"
+
+
+def _ledger(ledger: Mapping[str, Any]) -> str:
+    dropped = ", ".join(f"{count} dropped ({reason})" for reason, count in (ledger.get("dropped") or {}).items())
+    text = f"{ledger.get('admitted', 0)} admitted, {ledger.get('trained', 0)} trained"
+    return f"{text}, {dropped}" if dropped else text
+
+
+def _rates(row: Mapping[str, Any]) -> str:
+    generated, trained = row.get("tokens_per_s/generated"), row.get("tokens_per_s/trained")
+    parts = [f"{_number(generated, '.0f')} tokens/s generated, {_number(trained, '.0f')} trained"]
+    parts += [f"idle: trainer {_number(row.get('idle/trainer'), '.0%')}, makers {_number(row.get('idle/maker'), '.0%')}"]
+    return "; ".join(parts)
+
+
+def _actors(actors: Sequence[Mapping[str, Any]]) -> Text:
+    """Every actor with its state, the ones that are well in one word."""
+    text = Text()
+    for position, actor in enumerate(actors):
+        well = actor["state"] in ("ready", "running", "alive")
+        text.append("  " if position else "")
+        text.append("●\u00a0", style="green" if well else "red" if actor["state"] in ("dead", "failed") else "yellow")
+        text.append(str(actor["name"]) + ("" if well else f"\u00a0({actor['state']})"))
+    return text
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

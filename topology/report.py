@@ -1,0 +1,174 @@
+"""The report of a run, from its folder only: `report.html` (one file, nothing loaded from elsewhere) and a terminal summary.
+
+Works on a run that goes on, ended or failed. Free of ray and torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from topology.charts import Series, line_chart, moving_average, stacked_bars
+from topology.history import TIME_SPLIT, History, Summary, read_history, summarise
+from topology.report_page import PAGE
+
+SMOOTH = 5  # steps of the moving average drawn over the reward
+LABELS = {"wait_for_batch": "waiting for rows", "train": "training", "publish": "publishing", "other": "other"}
+COLORS = {"wait_for_batch": 2, "train": 0, "publish": 4, "other": 5}
+
+
+def build_report(run_folder: Path) -> Path:
+    """Write `report.html` into the run folder and return its path. Raises FileNotFoundError without metrics."""
+    history = read_history(run_folder)
+    figures = summarise(history)
+    file = Path(run_folder) / "report.html"
+    draft = file.with_suffix(".new")
+    draft.write_text(
+        PAGE.format(
+            title=escape(history.name),
+            state=escape(history.state),
+            cause=f'<p class="cause">{escape(history.cause)}</p>' if history.cause else "",
+            cards="".join(_card(*card) for card in _cards(figures)),
+            bound=_bound(figures),
+            charts="".join(_charts(history)),
+            events=_events(history),
+            config=escape(history.config) or "no config.yaml in the run folder",
+        )
+    )
+    draft.replace(file)
+    return file
+
+
+def summary(run_folder: Path) -> RenderableType:
+    """What the end of a run prints. Raises FileNotFoundError without metrics."""
+    history = read_history(run_folder)
+    figures = summarise(history)
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value, note in _cards(figures):
+        table.add_row(name, Text.assemble((value, "bold"), f"  {note}" if note else ""))
+    shares = ", ".join(f"{LABELS[name]} {figures.time_shares[name]:.0%}" for name in TIME_SPLIT)
+    table.add_row("trainer's time", shares)
+    if figures.bound_by:
+        table.add_row("bound by", Text.assemble((figures.bound_by, "bold"), f"  {figures.knob or ''}"))
+    lost = [f"{count:g} {kind}" for kind, count in figures.failures.items() if count]
+    lost += [f"{figures.skipped} steps skipped"] if figures.skipped else []
+    if lost:
+        table.add_row("failures", ", ".join(lost))
+    style = {"done": "green", "failed": "red"}.get(history.state, "yellow")
+    panel = Panel(table, title=f"{history.name}: {history.state}", title_align="left", border_style=style, expand=False)
+    return Group(panel, Text(history.cause, style="red")) if history.cause else panel
+
+
+def _cards(figures: Summary) -> list[tuple[str, str, str]]:
+    """(name, value, note) of the figures at the top."""
+    first, last = figures.reward_first, figures.reward_last
+    cards = [
+        ("steps", f"{figures.steps}", f"in {_duration(figures.seconds)}"),
+        ("reward", f"{_number(first)} → {_number(last)}", "mean of the first and the last 5 steps"),
+    ]
+    before, after = figures.held_before, figures.held_after
+    if before is not None:
+        value = f"{before.score:.3f} → {after.score:.3f}" if after else f"{before.score:.3f}"
+        note = f"{after.score - before.score:+.3f} (± {_gap_error(figures):.3f})" if after else f"at step {before.step}"
+        cards.append(("held-out score", value, note))
+    cards += [
+        ("max staleness", _number(figures.max_staleness, "g"), "published versions behind, at training"),
+        ("tokens/s generated", _number(figures.generated_per_s, ".0f"), "all makers together"),
+        ("tokens/s trained", _number(figures.trained_per_s, ".0f"), "response tokens in the loss"),
+    ]
+    return cards
+
+
+def _gap_error(figures: Summary) -> float:
+    held = (figures.held_before, figures.held_after)
+    return float(sum(item.error**2 for item in held if item is not None) ** 0.5)
+
+
+def _charts(history: History) -> Iterable[str]:
+    reward = history.series("reward/mean")
+    smooth = moving_average([value for _, value in reward], SMOOTH)
+    trend = [(step, value) for (step, _), value in zip(reward, smooth, strict=True)]
+    yield _figure(
+        "Reward",
+        "mean over the samples of a step, and its mean over 5 steps",
+        line_chart([Series("", reward, 0, faint=True), Series("mean of 5", trend, 0)], label="reward"),
+    )
+    held = history.held_out
+    points = [(item.step, item.score) for item in held]
+    line = Series("score", points, 1, dots=True, errors=[item.error for item in held])
+    yield _figure("Held-out score", "prompts nobody trains on, ± one standard error", line_chart([line], label="score"))
+    layers = [(LABELS[name], COLORS[name], values) for name, values in history.time_split()]
+    bars = stacked_bars([row["step"] for row in history.steps], layers, label="time of a step", unit="s")
+    keys = [Series(name, (), color) for name, color, _ in layers]
+    yield _figure("Trainer's time", "seconds of each step", bars, keys)
+    age = [
+        Series("mean", history.series("staleness/mean"), 2),
+        Series("max", history.series("staleness/max"), 3),
+    ]
+    yield _figure("Staleness", "published versions a row was behind", line_chart(age, label="age", zero=True), age)
+    rates = [
+        Series("generated", history.series("tokens_per_s/generated"), 4),
+        Series("trained", history.series("tokens_per_s/trained"), 0),
+    ]
+    yield _figure("Tokens per second", "over each step", line_chart(rates, label="tokens/s", zero=True), rates)
+    length = [
+        Series("mean", history.series("response_length/mean"), 4),
+        Series("max", history.series("response_length/max"), 3),
+    ]
+    yield _figure("Response length", "tokens", line_chart(length, label="tokens", zero=True), length)
+    gap = [Series("k3 KL", history.series("mismatch/kl"), 5)]
+    yield _figure("Trainer against maker", "KL at equal version", line_chart(gap, label="mismatch", zero=True))
+    entropy = [Series("entropy", history.series("entropy"), 1)]
+    yield _figure("Entropy", "nats a token", line_chart(entropy, label="entropy"))
+
+
+def _figure(title: str, note: str, svg: str, legend: Iterable[Series] = ()) -> str:
+    keys = "".join(f'<span class="key"><i class="b{s.color}"></i>{escape(s.name)}</span>' for s in legend)
+    return (
+        f"<figure><figcaption><b>{escape(title)}</b> <small>{escape(note)}</small>"
+        f"<div>{keys}</div></figcaption>{svg}</figure>"
+    )
+
+
+def _card(name: str, value: str, note: str) -> str:
+    return f'<div class="card"><small>{escape(name)}</small><b>{escape(value)}</b><small>{escape(note)}</small></div>'
+
+
+def _bound(figures: Summary) -> str:
+    if not figures.bound_by:
+        return ""
+    knob = escape(figures.knob or "")
+    return f'<p class="bound">Most steps were bound by the <b>{escape(figures.bound_by)}</b>. {knob}</p>'
+
+
+def _events(history: History) -> str:
+    rows = ""
+    for event in history.events:
+        when = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S") if "time" in event else ""
+        rest = ", ".join(f"{key} {_plain(value)}" for key, value in event.items() if key not in ("time", "event"))
+        rows += f"<tr><td>{when}</td><td>{escape(str(event['event']))}</td><td>{escape(rest)}</td></tr>"
+    return rows or "<tr><td>no events</td></tr>"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,136 @@
+"""The run folder `runs/NAME/`: where everything of one run lies, and what can be learnt from it without a cluster.
+
+Files are replaced atomically, so a reader never sees half of one. The folder works after the run as well as during it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from topology.config import RUN_NAME, ConfigError
+
+ENDED = ("done", "failed", "stopped")
+RUNS = "runs"
+
+
+class RunError(RuntimeError):
+    """The run could not be started or reached (exit code 3)."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    config = property(lambda self: self.path / "config.yaml")
+    status_file = property(lambda self: self.path / "status.json")
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    events = property(lambda self: self.path / "events.jsonl")
+    checkpoints = property(lambda self: self.path / "checkpoints")
+    rows = property(lambda self: self.path / "rows")
+    logs = property(lambda self: self.path / "logs")
+    cluster_file = property(lambda self: self.path / "cluster.json")
+    token_file = property(lambda self: self.path / "token")
+
+    def create(self) -> None:
+        for folder in (self.path, self.checkpoints, self.rows, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write_token(self) -> None:
+        """A token of its own for the run's own cluster: only who can read the run folder can join or steer it."""
+        descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+
+    def status(self) -> dict[str, Any]:
+        """The last status the supervisor wrote; a run whose cluster is gone without a last word is `failed`."""
+        status = read_json(self.status_file)
+        if status is None:
+            status = {"name": self.name, "state": "starting", "cause": None, "step": 0, "folder": str(self.path)}
+        if status["state"] not in ENDED and not self.cluster_alive():
+            status |= {"state": "failed", "cause": status.get("cause") or "the run's cluster is gone without a last word"}
+        return status
+
+    def cluster_alive(self) -> bool:
+        """False once the process that keeps the run's own cluster is gone; a joined cluster counts as alive."""
+        cluster = read_json(self.cluster_file)
+        if cluster is None:
+            return False
+        return cluster.get("keeper") is None or process_alive(cluster["keeper"], cluster["keeper_started"])
+
+    def tail(self, file: Path, count: int) -> list[dict[str, Any]]:
+        """The last `count` objects of a .jsonl file; a half-written last line is left out."""
+        if not file.exists():
+            return []
+        lines = file.read_text().splitlines()[-count:]
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def run_folder(name: str, root: Path | None = None) -> RunFolder:
+    """The folder of a run by name, or by path (`runs/NAME`). Raises ConfigError for a name that could leave the root."""
+    base = root if root is not None else Path(RUNS)
+    if os.sep in name:
+        base, name = Path(name).parent, Path(name.rstrip(os.sep)).name
+    if not re.fullmatch(RUN_NAME, name):
+        raise ConfigError(f"run name {name!r}: use lower-case letters, digits, dot, dash and underscore (at most 63)")
+    return RunFolder((base / name).resolve())
+
+
+def existing_run(name: str, root: Path | None = None) -> RunFolder:
+    folder = run_folder(name, root)
+    if not folder.config.exists():
+        known = ", ".join(sorted(run.name for run in all_runs(folder.path.parent))) or "none"
+        raise ConfigError(f"no run `{folder.name}` in {folder.path.parent} (runs there: {known})")
+    return folder
+
+
+def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
+    for path in sorted((root if root is not None else Path(RUNS)).glob("*/config.yaml")):
+        yield RunFolder(path.parent.resolve())
+
+
+def read_json(file: Path) -> Any | None:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def write_json(file: Path, value: Any) -> None:
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value, indent=1, default=str))
+    draft.replace(file)
+
+
+def process_alive(pid: int, started: float) -> bool:
+    """True if `pid` is still the process that was started at `started` (pids are used again)."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started) < 2.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_file(file: Path, timeout: float, alive: Any, what: str) -> Any:
+    """The JSON object in `file` as soon as it is there. Raises TimeoutError, or RuntimeError once `alive()` is false."""
+    deadline = time.monotonic() + timeout
+    while (value := read_json(file)) is None:
+        if not alive():
+            raise RuntimeError(f"{what} ended before it was ready")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} was not ready within {timeout:.0f} s")
+        time.sleep(0.05)
+    return value

@@ -1,0 +1,362 @@
+"""`supervisor`: starts every other actor of a run, watches them, tells the world, and ends the run.
+
+Consumes the plan; produces the actors, `status.json` once a second and events. Waits for the trainer to finish, for any
+actor to die or hang, for the buffer's verdict that the run cannot go on, and for a stop request, whichever comes first.
+Guarantees: the run ends in one of `done`, `failed` (with the cause and the actor named) and `stopped`; no actor of the
+run is alive afterwards; nothing it waits for is without a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from topology.actors import BufferActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
+from topology.handles import ActorLost, call
+from topology.names import log_file
+from topology.plan import POLICY, Plan, PlannedActor
+from topology.runs import RunFolder, write_json
+from trainers.recorder import append_event
+
+SERVICE = 30.0  # seconds in which an actor that only serves (buffer, weights) has to be up
+CLASSES: dict[str, type[Shell]] = {
+    "buffer": BufferActor,
+    "weights": WeightsActor,
+    "trainer": TrainerActor,
+    "rank": RankActor,
+    "maker": MakerActor,
+}
+log = logging.getLogger("supervisor")
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the message names the actor and the cause."""
+
+
+class StopRequested(Exception):
+    pass
+
+
+@dataclass
+class Member:
+    """One actor under supervision."""
+
+    planned: PlannedActor
+    handle: Any
+    state: str = "starting"  # starting, ready, dead
+    place: dict[str, Any] = field(default_factory=dict)  # pid and node, once it has answered
+    status: dict[str, Any] = field(default_factory=dict)
+
+
+class Supervisor(Shell):
+    def __init__(self, identity: Identity, plan: Plan, resume: dict[str, Any] | None) -> None:
+        super().__init__(identity)
+        self.plan = plan
+        self.resume = resume  # {"folder", "step", "version", "prompt_cursor"} of a checkpoint
+        self.folder = RunFolder(Path(identity.folder))
+        self.members: dict[str, Member] = {}
+        self.state, self.cause = "starting", None
+        self.problems: asyncio.Queue[RunFailed] = asyncio.Queue()
+        self.background: set[asyncio.Task[None]] = set()
+        self.stopping = asyncio.Event()
+        self.stop_now = False
+        self.ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin, and return at once: the run does not depend on whoever started it."""
+        self._spawn_task(self._run(), "run")
+
+    async def stop(self, now: bool) -> None:
+        """Let the trainer finish its step and write its checkpoint (or not, with `now`), then end everything."""
+        self.stop_now = now
+        self.stopping.set()
+
+    # --- the life of a run --------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        reporter = asyncio.create_task(self._report())
+        try:
+            await self._until_problem(self._bring_up())
+            await self._until_problem(self._train())
+            final, cause = "done", None
+        except StopRequested:
+            final, cause = await self._drain()
+        except RunFailed as error:
+            final, cause = "failed", str(error)
+        except Exception as error:
+            log.exception("supervisor")
+            final, cause = "failed", f"supervisor: {type(error).__name__}: {error}"
+        reporter.cancel()
+        await self._refresh()
+        self._end(final, cause)
+
+    async def _bring_up(self) -> None:
+        for planned in self.plan.actors:
+            if planned.kind != "supervisor":
+                self.members[planned.name] = Member(planned, self._create(planned))
+        for member in self.members.values():
+            self._spawn_task(self._hold(member), f"hold {member.planned.name}")
+            self._spawn_task(self._locate(member), f"locate {member.planned.name}")
+        ready = asyncio.gather(self._start_trainer(), *(self._start_maker(m) for m in self._kind("maker")))
+        try:
+            await asyncio.wait_for(ready, self.config.limits.start)
+        except TimeoutError:
+            late = ", ".join(
+                f"{name} ({'loading' if member.place else 'not placed: no free resources for it in the cluster'})"
+                for name, member in self.members.items()
+                if member.state == "starting"
+            )
+            raise RunFailed(f"not ready within limits.start = {self.config.limits.start:g} s: {late}") from None
+        self.state = "running"
+        self._event("running", actors=len(self.members))
+
+    async def _start_trainer(self) -> None:
+        """Ranks and buffer, then the trainer that needs both; its first act is to publish the start weights."""
+        ranks = self._kind("rank")
+        cursor = 0 if self.resume is None else self.resume["prompt_cursor"]
+        buffer = self._ready(self.members["buffer"], "start", cursor)
+        address = await self._ask(ranks[0], "free_address")
+        restore = None if self.resume is None else self.resume["folder"]
+        buckets, *_ = await asyncio.gather(
+            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks)), buffer
+        )
+        names = [rank.planned.name for rank in ranks]
+        await self._ready(self.members["weights"], "connect", names, buckets)
+        trainer = self.members[f"trainer/{POLICY}"]
+        await self._ready(trainer, "start", names, self.resume)
+        await self._ask(trainer, "publish_start")
+
+    async def _start_maker(self, member: Member) -> None:
+        info = await self._ready(member, "start")
+        await self._ask(self.members["buffer"], "attach", info)
+        self._event("attach", maker=info.name, stage=info.stage)
+
+    async def _train(self) -> None:
+        trainer, buffer = self.members[f"trainer/{POLICY}"], self.members["buffer"]
+        self._spawn_task(self._fatal(buffer), "fatal")
+        self._spawn_task(self._ping(), "ping")
+        try:
+            await trainer.handle.run.remote()  # every wait inside has its own deadline
+        except Exception as error:
+            raise RunFailed(f"{trainer.planned.name}: {_one_line(error)}") from None
+
+    async def _until_problem(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` unless a problem or a stop request comes first. Of several problems the death of a process counts."""
+        task = asyncio.create_task(work)
+        problem = asyncio.create_task(self.problems.get())
+        stop = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait({task, problem, stop}, return_when=asyncio.FIRST_COMPLETED)
+        failed = task.done() and not task.cancelled() and task.exception() is not None
+        if failed and not problem.done():
+            await asyncio.wait({problem}, timeout=1.0)  # a failed call is often only the echo of a death
+        for other in (task, problem, stop):
+            other.cancel()
+        if problem.done() and not problem.cancelled():
+            raise problem.result()
+        if stop.done() and not task.done():
+            raise StopRequested
+        await task
+
+    async def _drain(self) -> tuple[str, str | None]:
+        self.state = "draining"
+        self._event("stop", now=self.stop_now)
+        trainer = self.members.get(f"trainer/{POLICY}")
+        if self.stop_now or trainer is None or trainer.state != "ready":
+            return "stopped", None
+        self.stopping.clear()
+        try:
+            await call(trainer.handle.stop.remote(), self.config.limits.stop, f"{trainer.planned.name}: stop")
+        except Exception as error:
+            return "stopped", f"not drained: {_one_line(error)}"
+        return "stopped", None
+
+    def _end(self, state: str, cause: str | None) -> None:
+        for task in self.background:
+            if task.get_name() != "run":
+                task.cancel()
+        for member in self.members.values():
+            ray.kill(member.handle, no_restart=True)
+        self._event(state, cause=cause)
+        self.state, self.cause = state, cause
+        self._write_status()
+        log.info("run ended: %s %s", state, cause or "")
+        if self.config.cluster.address is not None:
+            ray.kill(ray.get_runtime_context().current_actor)  # a cluster of our own is ended by its keeper
+
+    # --- actors -------------------------------------------------------------------------------------------------------
+
+    def _create(self, planned: PlannedActor) -> Any:
+        resources = planned.resources
+        options: dict[str, Any] = {
+            "name": planned.name,
+            "namespace": self.identity.namespace,
+            "lifetime": "detached",
+            "num_cpus": resources.cpus,
+            "num_gpus": resources.gpus,
+            "resources": resources.custom or None,
+            "max_concurrency": 1000,
+        }
+        if planned.kind in ("buffer", "weights", "trainer"):  # they write to the run folder, which is on this node
+            here = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
+        mine = self.identity
+        identity = Identity(
+            mine.run, planned.name, mine.folder, mine.python_path, _threads(self.config, planned), mine.config, mine.model_path
+        )
+        return ray.remote(CLASSES[planned.kind]).options(**options).remote(identity)
+
+    def _kind(self, kind: str) -> list[Member]:
+        return [member for member in self.members.values() if member.planned.kind == kind]
+
+    async def _ready(self, member: Member, method: str, *args: Any) -> Any:
+        answer = await self._ask(member, method, *args)
+        member.state = "ready"
+        return answer
+
+    async def _ask(self, member: Member, method: str, *args: Any) -> Any:
+        name = member.planned.name
+        try:
+            return await call(getattr(member.handle, method).remote(*args), self.config.limits.start, f"{name}: {method}")
+        except (TimeoutError, ActorLost) as error:
+            raise RunFailed(str(error)) from None
+        except Exception as error:
+            raise RunFailed(f"{name}: {_one_line(error)}") from None
+
+    async def _locate(self, member: Member) -> None:
+        member.place = await member.handle.ping.remote()
+
+    async def _hold(self, member: Member) -> None:
+        """Fails as soon as the process is gone."""
+        try:
+            await call(member.handle.hold.remote(), float("inf"), member.planned.name)
+        except Exception as error:
+            member.state = "dead"
+            self._event("death", actor=member.planned.name, cause=str(error))
+            self.problems.put_nowait(RunFailed(f"{error}; see {self._log_of(member)}"))
+
+    async def _fatal(self, buffer: Member) -> None:
+        try:
+            await buffer.handle.fatal.remote()
+        except ray.exceptions.RayActorError:
+            return  # its death is reported by `_hold`
+        except Exception as error:
+            self.problems.put_nowait(RunFailed(f"buffer: {_one_line(error)}"))
+
+    async def _ping(self) -> None:
+        """A process that is stopped, not dead, is only seen by its silence."""
+        limit = self.config.limits.ping
+
+        async def one(member: Member) -> None:
+            try:
+                await asyncio.wait_for(member.handle.ping.remote(), limit)
+            except TimeoutError:
+                name = member.planned.name
+                self.problems.put_nowait(RunFailed(f"{name}: hung, no answer for limits.ping = {limit:g} s"))
+            except ray.exceptions.RayActorError:
+                return  # its death is reported by `_hold`
+
+        while True:
+            await asyncio.gather(*(one(member) for member in self.members.values()))
+            await asyncio.sleep(limit / 4)
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        while True:
+            await self._refresh()
+            self._write_status()
+            await asyncio.sleep(1.0)
+
+    async def _refresh(self) -> None:
+        async def one(member: Member) -> None:
+            if member.state != "ready" or member.planned.kind == "rank":
+                return
+            try:
+                member.status = await asyncio.wait_for(member.handle.status.remote(), 2.0)
+            except Exception as error:  # a busy or dying actor keeps its last status; others report its death
+                log.info("no status from %s: %s", member.planned.name, type(error).__name__)
+
+        await asyncio.gather(*(one(member) for member in self.members.values()))
+
+    async def status(self) -> dict[str, Any]:
+        return self._snapshot()
+
+    def _snapshot(self) -> dict[str, Any]:
+        trainer = self._status_of(f"trainer/{POLICY}")
+        buffer = self._status_of("buffer")
+        versions = [m.status["version"] for m in self._kind("maker") if m.status.get("version") is not None]
+        return {
+            "name": self.identity.run,
+            "state": self.state,
+            "cause": self.cause,
+            "step": trainer.get("step", 0),
+            "steps": self.config.trainers[POLICY].steps,
+            "phase": trainer.get("phase"),
+            "versions": {
+                "trainer": trainer.get("version"),
+                "maker_min": min(versions, default=None),
+                "maker_max": max(versions, default=None),
+            },
+            "actors": [self._actor_status(member) for member in self.members.values()],
+            "buffer": {"rows": buffer.get("rows", {}), "bytes": buffer.get("bytes", 0)},
+            "ledger": buffer.get("ledger", {}),
+            "rates": trainer.get("rates", {}),
+            "bound_by": trainer.get("bound_by"),
+            "knob": trainer.get("knob"),
+            "folder": self.identity.folder,
+            "time": time.time(),
+        }
+
+    def _status_of(self, name: str) -> dict[str, Any]:
+        return self.members[name].status if name in self.members else {}
+
+    def _actor_status(self, member: Member) -> dict[str, Any]:
+        return {
+            "name": member.planned.name,
+            "kind": member.planned.kind,
+            "state": member.state,
+            "pid": member.place.get("pid"),
+            "node": member.place.get("node"),
+            "version": member.status.get("version"),
+        }
+
+    def _write_status(self) -> None:
+        write_json(self.folder.status_file, self._snapshot())
+
+    def _event(self, kind: str, **values: Any) -> None:
+        append_event(self.folder.events, kind, **values)
+
+    def _log_of(self, member: Member) -> str:
+        return str(log_file(".", member.planned.name))
+
+    def _spawn_task(self, work: Awaitable[None], name: str) -> None:
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+
+def _threads(config: Any, planned: PlannedActor) -> int:
+    """CPU threads of an actor: its engine's or backend's own setting, else the CPUs it asks for."""
+    chosen: int | None = None
+    if planned.kind == "maker":
+        engine = getattr(config.makers[planned.name.split("/")[1]], "engine", None)
+        chosen = engine.threads if engine is not None else None
+    elif planned.kind == "rank":
+        chosen = config.trainers[POLICY].backend.threads
+    return chosen or max(1, int(planned.resources.cpus))
+
+
+def _one_line(error: BaseException) -> str:
+    """The type and message of a remote error without its traceback (which is in the actor's log)."""
+    cause = getattr(error, "cause", None) or error
+    text = str(cause).strip()
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

@@ -1,0 +1,63 @@
+"""What a learner is to the rank process that holds it. Importing this module imports no torch.
+
+A learner owns one model, its optimizer and its random state. Every method is collective: all ranks of a trainer call
+the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from trainers.batch import Columns, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did. All ranks of a trainer return the same figures, except `seconds`.
+
+    `metrics` has the names of the metrics file (`clip_frac/low`, `entropy`, `is/ess`, `mismatch/kl`, ...), already
+    averaged over the tokens of the step; a name is missing when there was no token to measure it on. `skipped` is the
+    reason why at least one optimizer step was not taken, else None; `optimizer_steps` counts those that were.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float  # before clipping; of the last optimizer step
+    lr: float
+    metrics: Mapping[str, float]
+    tokens: int  # response tokens whose loss was computed, over all data-parallel ranks
+    packed_tokens: int  # tokens fed to the model for them, prompts included
+    optimizer_steps: int
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: pack, proximal, reference, train, optimizer
+    skipped: str | None = None
+
+
+class Learner(Protocol):
+    """One process of a model under training."""
+
+    def start(self) -> None:
+        """Load the start weights, and join the other ranks within the deadline of the rendezvous."""
+
+    def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
+        """`rollouts[row]` has the columns of stage `rollout` of every row of the step, in the order of the plan."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The current policy by Hugging Face name, each name once. Every rank walks it to its end."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint from which `restore` continues bit by bit. `folder` appears complete or not at all."""
+
+    def restore(self, folder: Path) -> None:
+        """Continue from a checkpoint. Raises CheckpointError when the folder is broken or of another model."""
+
+    def export_huggingface(self, folder: Path) -> None:
+        """Write the current policy as a folder that `transformers` and vLLM load."""
+
+    def close(self) -> None:
+        """Leave the process group."""
