@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from buffer.records import Produced, Prompt
+from buffer.records import Lease, Produced, Prompt
 
 Encode = Callable[[int, str, Any], Any]  # (row id, stage, reference) -> something JSON can hold
 Decode = Callable[[int, str, Any], Any]  # the inverse
@@ -117,3 +117,20 @@ def derive_seed(run_seed: int, row_id: int, attempt: int) -> int:
     """The same for the same run seed, whatever maker works on the row and when; below 2**48."""
     digest = hashlib.blake2b(f"{run_seed}/{row_id}/{attempt}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
+
+
+def check_produced(produced: Produced, lease: Lease, newest: int) -> None:
+    """Raises ValueError for an answer that cannot be true; `newest` is the newest version there is."""
+    where = f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage} on {lease.maker}"
+    if produced.samples != lease.samples:
+        raise ValueError(f"{where}: {produced.samples} samples, but {lease.samples} were asked for")
+    if produced.tokens < 0 or produced.nbytes < 0:
+        raise ValueError(f"{where}: {produced.tokens} tokens, {produced.nbytes} bytes")
+    first, last = produced.min_version, produced.max_version
+    if first is None and last is None:
+        return
+    if first is None or last is None or not lease.min_version <= first <= last <= newest:
+        raise ValueError(
+            f"{where}: tokens of versions {first} to {last}, but they lie between {lease.min_version} (newest when the "
+            f"row was admitted) and {newest} (newest now)"
+        )

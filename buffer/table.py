@@ -11,8 +11,8 @@ dropped (with a reason). Invariants, asserted by the property tests:
 5. Nothing is admitted while the referred bytes exceed max_bytes, and a bound that would block for ever is a failure.
 6. A snapshot restored is the same table: no row lost, none twice, the samples of a prompt together.
 
-An event costs O(log rows), whatever the number of makers. A mistake of the caller raises ValueError; what ends the run
-is put into `failure`, in words.
+An event costs O(log rows), whatever the number of makers. A mistake of the caller raises ValueError (an ended lease or an
+unknown maker: KeyError); what ends the run is put into `failure`, in words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any, Literal
 from buffer.config import BufferConfig
 from buffer.ledger import Ledger
 from buffer.records import Lease, MakerInfo, Produced, Prompt, SampledRow
-from buffer.rows import Decode, Encode, Row, StageQueue, derive_seed
+from buffer.roster import Roster
+from buffer.rows import Decode, Encode, Row, StageQueue, check_produced, derive_seed
 from buffer.selection import choose, worst_case_age
 from buffer.versions import Versions
 
@@ -61,6 +62,7 @@ class ExperienceTable:
         clock: Callable[[], float] = time.monotonic,
         versions: Versions | None = None,
         lease_ids: Iterator[int] | None = None,
+        first_row: int = 0,
     ) -> None:
         if not stages or len(set(stages)) != len(stages):
             raise ValueError(f"stages {list(stages)}: a row needs at least one stage, each named once")
@@ -78,20 +80,19 @@ class ExperienceTable:
         self.ledger = Ledger()
         self.rows: dict[int, Row] = {}  # live: neither trained nor dropped
         self.leases: dict[int, OpenLease] = {}
-        self.makers: dict[str, MakerInfo] = {}
-        self.needs: dict[str, tuple[str, ...]] = {}  # by stage, as told by its makers
+        self.roster = Roster(stages)
         self.waiting = {stage: StageQueue() for stage in stages}
         self.unsampled: OrderedDict[int, Row] = OrderedDict()
         self.complete = 0  # complete rows among the unsampled
         self.nbytes = 0
         self.failures: Counter[str] = Counter()
         self.failure: str | None = None
+        self.last_data_failure: str | None = None
         self._seed = seed
         self._clock = clock
         self._lease_ids = lease_ids or itertools.count(1)
         self._leases_of: dict[str, set[int]] = {}
-        self._attached: dict[str, set[str]] = {stage: set() for stage in stages}
-        self._next_row = 0
+        self._next_row = first_row
         self._rows_with_columns = 0
         self._unpublished: deque[tuple[int, int]] = deque()  # (step, rows trained in it): still charged
         self._data_failures_in_a_row = 0
@@ -100,55 +101,31 @@ class ExperienceTable:
 
     def attach(self, info: MakerInfo) -> None:
         """Raises ValueError for a maker whose name, stage or needs do not fit."""
-        self._check_maker(info)
-        self.makers[info.name] = info
+        first = info.stage not in self.roster.needs
+        self.roster.add(info)
         self._leases_of[info.name] = set()
-        self._attached[info.stage].add(info.name)
-        if info.stage not in self.needs:
-            self.needs[info.stage] = info.needs
+        if first:
             for row in self.unsampled.values():
                 self._enqueue(row)
 
-    def detach(self, name: str, died: bool) -> list[Lease]:
-        """Forgets the maker and revokes its leases. A death counts as an attempt at each row; a detachment does not."""
-        info = self.makers.pop(name)
-        self._attached[info.stage].discard(name)
-        ended = [self._end(lease_id) for lease_id in sorted(self._leases_of.pop(name))]
-        for lease in ended:
+    def detach(self, name: str, death: str | None = None) -> list[Lease]:
+        """Forgets the maker and revokes its leases. With a cause of death each of its rows has failed an attempt."""
+        self.roster.remove(name)
+        revoked = [self._end(lease_id) for lease_id in sorted(self._leases_of[name])]
+        del self._leases_of[name]
+        for lease in revoked:
             row = self.rows[lease.row_id]
-            if died:
-                self._count_attempt(row, lease, "died", "the maker died")
+            if death is not None:
+                self._count_attempt(row, lease, "died", f"the maker died: {death}")
             self._enqueue(row)
-        return ended
-
-    def _check_maker(self, info: MakerInfo) -> None:
-        if info.name in self.makers:
-            raise ValueError(f"maker {info.name} is attached already: give the new one another name")
-        if info.slots < 1:
-            raise ValueError(f"maker {info.name} has {info.slots} slots: it needs at least 1")
-        unknown = [stage for stage in (info.stage, *info.needs) if stage not in self.stages]
-        if unknown:
-            raise ValueError(
-                f"maker {info.name}: nobody makes stage {unknown[0]} in this run, which has {list(self.stages)}"
-            )
-        expected = self.needs.get(info.stage, info.needs)
-        if info.needs != expected:
-            raise ValueError(
-                f"maker {info.name}: stage {info.stage} needs {list(expected)} in this run, not {list(info.needs)}"
-            )
-        needed, reached = set(info.needs), set[str]()
-        while needed - reached:
-            reached |= needed
-            needed = {need for stage in needed for need in self.needs.get(stage, ())}
-        if info.stage in reached:
-            raise ValueError(f"maker {info.name}: stage {info.stage} would need itself, through {list(info.needs)}")
+        return revoked
 
     # Admission
 
     @property
     def charged(self) -> int:
         """Rows in flight: live, or trained for a version that is not published yet."""
-        return len(self.rows) + sum(rows for _, rows in self._unpublished)
+        return len(self.rows) + self.unpublished
 
     @property
     def unpublished(self) -> int:
@@ -189,11 +166,20 @@ class ExperienceTable:
             return None
         return len(self.unsampled) + max(0, self.total_rows - self.ledger.rows.trained - len(self.rows))
 
+    @property
+    def oldest_unfinished(self) -> int:
+        """The oldest row that is neither trained nor dropped, else the next one. Costs O(rows)."""
+        return min(self.rows, default=self._next_row)
+
     # Leases
+
+    def ready(self, stage: str) -> int:
+        """Rows that wait for a lease of the stage; none once the run has failed."""
+        return 0 if self.failure is not None else len(self.waiting[stage])
 
     def lease(self, maker: str) -> Lease | None:
         """The oldest row that waits for the maker's stage; None if there is none for this maker."""
-        stage = self.makers[maker].stage
+        stage = self.roster.makers[maker].stage
         row_id = self.waiting[stage].pop(lambda waiting: self._may_retry(self.rows[waiting], stage, maker))
         if row_id is None:
             return None
@@ -217,12 +203,12 @@ class ExperienceTable:
     def inputs(self, lease: Lease) -> list[Any]:
         """The columns the lease's stage needs, in the order of its needs."""
         columns = self.rows[lease.row_id].columns
-        return [columns[stage] for stage in self.needs[lease.stage]]
+        return [columns[stage] for stage in self.roster.needs[lease.stage]]
 
     def commit(self, lease_id: int, produced: Produced, columns: Any) -> None:
         """Fills the stage. An answer that cannot be true raises ValueError and leaves the lease open."""
         lease = self.leases[lease_id].lease
-        self._check_produced(lease, produced)
+        check_produced(produced, lease, self.versions.newest)
         self._end(lease_id)
         row = self.rows[lease.row_id]
         self._rows_with_columns += not row.columns
@@ -252,19 +238,18 @@ class ExperienceTable:
             return []
         self.failures[kind] += 1
         self._data_failures_in_a_row += 1
+        self.last_data_failure = f"{row}, {lease.stage} on {lease.maker}: {text}"
         if self._data_failures_in_a_row > self.config.max_data_failures:
             self._fail_run(
                 f"{self._data_failures_in_a_row} rows failed as data with no complete row between them "
-                f"(buffer.max_data_failures is {self.config.max_data_failures}); the last: {row}, {lease.stage} on "
-                f"{lease.maker}: {text}"
+                f"(buffer.max_data_failures is {self.config.max_data_failures}); the last: {self.last_data_failure}"
             )
         return self._remove(row, "data")
 
     def _end(self, lease_id: int) -> Lease:
         lease = self.leases.pop(lease_id).lease
         del self.rows[lease.row_id].leases[lease.stage]
-        if lease.maker in self._leases_of:
-            self._leases_of[lease.maker].discard(lease_id)
+        self._leases_of[lease.maker].remove(lease_id)
         return lease
 
     def _count_attempt(self, row: Row, lease: Lease, kind: FailureKind, text: str) -> None:
@@ -281,34 +266,19 @@ class ExperienceTable:
 
     def _may_retry(self, row: Row, stage: str, maker: str) -> bool:
         failed_by = row.failed_by.get(stage, set())
-        return maker not in failed_by or failed_by >= self._attached[stage]
+        return maker not in failed_by or failed_by >= self.roster.names[stage]
 
     def _enqueue(self, row: Row, again: str | None = None) -> None:
         """Lets the row wait for each stage that can be made now; stage `again` apart, since it failed before."""
         for stage, queue in self.waiting.items():
-            if stage in row.columns or stage in row.leases or stage not in self.needs or row.id in queue:
+            if stage in row.columns or stage in row.leases or stage not in self.roster.needs or row.id in queue:
                 continue
-            if all(need in row.columns for need in self.needs[stage]):
+            if all(need in row.columns for need in self.roster.needs[stage]):
                 queue.push(row.id, again=stage == again)
         if not row.complete and len(row.columns) == len(self.stages):
             row.complete = True
             self.complete += 1
             self._data_failures_in_a_row = 0
-
-    def _check_produced(self, lease: Lease, produced: Produced) -> None:
-        where = f"{self.rows[lease.row_id]}, {lease.stage} on {lease.maker}"
-        if produced.samples != lease.samples:
-            raise ValueError(f"{where}: {produced.samples} samples, {lease.samples} were asked for")
-        if produced.tokens < 0 or produced.nbytes < 0:
-            raise ValueError(f"{where}: {produced.tokens} tokens, {produced.nbytes} bytes")
-        oldest, newest = produced.min_version, produced.max_version
-        if oldest is None and newest is None:
-            return
-        if oldest is None or newest is None or not lease.min_version <= oldest <= newest <= self.versions.newest:
-            raise ValueError(
-                f"{where}: tokens of versions {oldest} to {newest}; they must lie between {lease.min_version} (newest when "
-                f"the row was admitted) and {self.versions.newest} (newest now)"
-            )
 
     # The trainer's side
 
@@ -402,9 +372,10 @@ class ExperienceTable:
 
     def restore(self, state: Mapping[str, Any], decode: Decode) -> None:
         """Into a table without rows; makers may be attached before or after."""
-        if self._next_row:
+        admitted = self.ledger.rows.admitted
+        if admitted:
             raise ValueError(
-                f"a snapshot can be restored into a fresh table only; this one has admitted {self._next_row} rows"
+                f"a snapshot can be restored into a fresh table only; this one has {admitted} rows behind it"
             )
         self.ledger = Ledger.from_dict(state["ledger"])
         self.versions.published, self.versions.step = state["published"], state["step"]

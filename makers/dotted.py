@@ -62,7 +62,13 @@ def check_dotted(path: str, timeout: float = 60.0) -> None:
     command = [sys.executable, "-P", "-m", "makers.dotted", path]
     try:
         done = subprocess.run(
-            command, env=child_environment(), capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+            command,
+            check=False,
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired:
         raise ValueError(f"{path}: importing it took longer than {timeout:g} s") from None

@@ -1,8 +1,8 @@
 """Who runs where: one YAML -> plan -> named actors, and the handle of a run.
 
-    import topology
-    run = topology.start("config.yaml")
-    run.status(); run.wait(); run.stop()
+import topology
+run = topology.start("config.yaml")
+run.status(); run.wait(); run.stop()
 """
 
 from __future__ import annotations

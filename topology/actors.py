@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from topology.config import RunConfig
 from topology.names import log_file, namespace_of
 
 if TYPE_CHECKING:
+    from topology.handles import RayExporter
     from trainers.rank import Rendezvous
 
 
@@ -85,16 +88,21 @@ def _redirect_output(file: Path) -> None:
 class WeightsActor(Shell):
     """`weights`: the store, which calls the trainer's ranks for an export and so owns what they return."""
 
-    async def start(self, ranks: Sequence[str], buckets: int) -> None:
-        from topology.handles import RayExporter
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
         from weights.store import WeightStore
 
-        settings = self.config.weights
-        self._store = WeightStore(settings)
-        self._exporter = RayExporter([self.peer(rank) for rank in ranks], buckets, settings.timeout)
+        self._store = WeightStore(self.config.weights, time.monotonic)
+        self._exporter: RayExporter | None = None
 
-    async def publish(self, version: int) -> Any:
-        return await self._store.publish(version, self._exporter)
+    async def connect(self, ranks: Sequence[str], buckets: int) -> None:
+        from topology.handles import RayExporter
+
+        self._exporter = RayExporter([self.peer(rank) for rank in ranks], buckets, self.config.weights.timeout)
+
+    async def publish(self, version: int) -> None:
+        assert self._exporter is not None, "publish before connect"
+        await self._store.publish(version, self._exporter)
 
     async def wait_newer(self, than: int, timeout: float) -> int:
         return await self._store.wait_newer(than, timeout)
@@ -109,14 +117,16 @@ class WeightsActor(Shell):
 class BufferActor(Shell):
     """`buffer`: the experience table and its dispatcher, which calls the makers and so owns what they return."""
 
-    async def start(self, cursor: int) -> None:
+    async def start(self, cursor: int, step: int) -> None:
         from buffer.buffer import Buffer
+
         from makers.prompts import open_prompts
         from topology.plan import POLICY, rollout_of, stages_of
 
         trainer = self.config.trainers[POLICY]
         prompts = await asyncio.to_thread(open_prompts, self.config.prompts)
         prompts.seek(cursor)
+        self._first = cursor
         self._buffer = Buffer(
             self.config.buffer,
             prompts,
@@ -124,7 +134,7 @@ class BufferActor(Shell):
             groups_per_step=trainer.groups_per_step,
             every=self.config.weights.every,
             samples=rollout_of(self.config).sampling.n,
-            total_rows=trainer.steps * trainer.groups_per_step - cursor,
+            total_rows=(trainer.steps - step) * trainer.groups_per_step,
             seed=self.config.seed,
         )
 
@@ -158,9 +168,14 @@ class BufferActor(Shell):
     async def status(self) -> dict[str, Any]:
         return self._buffer.status()
 
-    async def fatal(self) -> None:
-        """Returns never; raises what makes it impossible for the run to go on."""
-        await self._buffer.fatal
+    async def cursor(self) -> int:
+        """Where the prompts of a resumed run begin: after the rows that are finished (in order fifo: a prefix)."""
+        ledger = self._buffer.status()["ledger"]
+        return self._first + ledger["rows"]["trained"] + sum(ledger["rows"]["dropped"].values())
+
+    async def fatal(self) -> str:
+        """Returns when it is impossible for the run to go on: the cause."""
+        return await self._buffer.fatal.wait()
 
 
 class MakerActor(Shell):
@@ -168,6 +183,7 @@ class MakerActor(Shell):
 
     async def start(self) -> MakerInfo:
         from makers.factory import build_maker
+
         from topology.handles import RayWeightClient
         from topology.plan import stage_of
 
@@ -186,6 +202,7 @@ class MakerActor(Shell):
 
     async def make(self, lease: Lease, *inputs: Any) -> tuple[Any, Any]:
         from buffer.columns import validate_columns
+
         from buffer.records import DataFailure
 
         produced, columns = await self._maker.make(lease, dict(zip(self._needs, inputs, strict=True)))
@@ -202,6 +219,27 @@ class MakerActor(Shell):
         await self._maker.close()
 
 
+class TrainerActor(Shell):
+    """`trainer/ROLE`: the controller of one model."""
+
+    async def start(self, ranks: Sequence[str], start_step: int) -> None:
+        from topology.wiring import build_trainer
+
+        self._trainer = await asyncio.to_thread(build_trainer, self, ranks, start_step)
+
+    async def publish_start(self) -> None:
+        await self._trainer.publish_start()
+
+    async def run(self) -> str:
+        return await self._trainer.run()
+
+    async def stop(self) -> None:
+        await self._trainer.stop()
+
+    async def status(self) -> dict[str, Any]:
+        return self._trainer.status()
+
+
 class RankActor(Shell):
     """`trainer/ROLE/rank/I`: one process of a trainer. Its work runs in one thread, so that it answers meanwhile."""
 
@@ -209,8 +247,17 @@ class RankActor(Shell):
         super().__init__(identity)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
 
-    async def start(self, rendezvous: Rendezvous, restore: str | None) -> int:
+    async def free_address(self) -> str:
+        """host:port on this rank's node, where the ranks can meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    async def start(self, index: int, world: int, address: str, restore: str | None) -> int:
         """Load the model (and the checkpoint); the number of buckets of an export."""
+        from trainers.rank import Rendezvous
+
+        rendezvous = Rendezvous(index, world, address, self.config.limits.step)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
 
     def _start(self, rendezvous: Rendezvous, restore: str | None) -> int:

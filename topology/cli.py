@@ -54,7 +54,9 @@ def run(
 
 
 @app.command()
-def resume(run_dir: Name, overrides: Overrides = None, detach: Annotated[bool, typer.Option("--detach")] = False) -> None:
+def resume(
+    run_dir: Name, overrides: Overrides = None, detach: Annotated[bool, typer.Option("--detach")] = False
+) -> None:
     """Go on from the newest checkpoint of an ended run."""
     from topology import launch
 

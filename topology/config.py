@@ -195,9 +195,8 @@ def _written_path(location: tuple[Any, ...], data: Any) -> list[Any]:
     """The key path as the user wrote it: pydantic also puts the tag of a tagged union into the location."""
     path, node = [], data
     for position, step in enumerate(location):
-        if isinstance(node, Mapping) and step in node:
-            node = node[step]
-        elif isinstance(node, list) and isinstance(step, int) and step < len(node):
+        inside = step in node if isinstance(node, Mapping) else isinstance(node, list) and step in range(len(node))
+        if inside:
             node = node[step]
         elif position < len(location) - 1:
             continue  # a tag

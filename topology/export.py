@@ -13,7 +13,7 @@ from topology.runs import RunFolder
 
 def export_policy(folder: RunFolder, destination: Path) -> int:
     """Write the policy to `destination`, which must not exist yet; the step of the checkpoint. Raises ConfigError."""
-    from trainers.checkpoints import CheckpointError, find_latest
+    from trainers.checkpoints import RANKS_FOLDER, CheckpointError, find_latest
 
     if destination.exists():
         raise ConfigError(f"{destination} exists: choose a folder that does not")
@@ -35,7 +35,7 @@ def export_policy(folder: RunFolder, destination: Path) -> int:
     )
     rank.start()
     try:
-        rank.restore(str(checkpoint.path))
+        rank.restore(str(checkpoint.path / RANKS_FOLDER))
         rank.export_huggingface(str(destination))
     finally:
         rank.close()

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 import ray
+from buffer.evaluation import EvaluationResult
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from buffer.buffer import EvaluationResult
 from buffer.records import DataFailure, InfraFailure, Lease, MakerInfo, Produced, Prompt, SampledRow
 from weights.manifest import Manifest
 
@@ -78,7 +78,9 @@ class RayWeightClient:
         self._timeout = timeout
 
     async def wait_newer(self, than: int, timeout: float) -> int:
-        return await call(self._store.wait_newer.remote(than, timeout), timeout + MARGIN, "weights: wait for a newer version")
+        return await call(
+            self._store.wait_newer.remote(than, timeout), timeout + MARGIN, "weights: wait for a newer version"
+        )
 
     async def pull(self, version: int | None = None) -> tuple[Manifest, list[Any]]:
         manifest, references = await call(self._store.get.remote(version), self._timeout, "weights: get a version")
@@ -138,6 +140,9 @@ class RayRows:
     async def status(self) -> dict[str, Any]:
         return await self._call("status")
 
+    async def cursor(self) -> int:
+        return await self._call("cursor")
+
     async def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float
     ) -> EvaluationResult:
@@ -157,6 +162,5 @@ class RayPublisher:
         self._store = store
         self._timeout = timeout
 
-    async def publish(self, version: int) -> Manifest:
-        answer = self._store.publish.remote(version)
-        return await call(answer, self._timeout + MARGIN, f"weights: publish version {version}")
+    async def publish(self, version: int) -> None:
+        await call(self._store.publish.remote(version), self._timeout + MARGIN, f"weights: publish version {version}")

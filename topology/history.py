@@ -102,7 +102,7 @@ def summarise(history: History) -> Summary:
     seconds = sum(split.values())
     bounds = Counter(row["bound_by"] for row in steps if row.get("bound_by"))
     bound = bounds.most_common(1)[0][0] if bounds else None
-    knobs = [row.get("bound_by/knob") for row in steps if bound is not None and row.get("bound_by") == bound]
+    knobs = [row.get("knob") for row in steps if bound is not None and row.get("bound_by") == bound]
     return Summary(
         steps=len(steps),
         seconds=seconds,
@@ -117,9 +117,7 @@ def summarise(history: History) -> Summary:
         bound_by=bound,
         knob=knobs[-1] if knobs else None,
         skipped=sum(event["event"] == "step_skipped" for event in history.events),
-        failures={
-            kind: sum(value for _, value in history.series(f"failures/{kind}")) for kind in ("infra", "data", "timeout")
-        },
+        failures={kind: _last(history, f"failures/{kind}") for kind in ("infra", "data", "timeout")},
     )
 
 
@@ -128,6 +126,11 @@ def _rate(history: History, key: str) -> float | None:
     timed = [(row[key], row.get("time/step") or 0.0) for row in history.steps if isinstance(row.get(key), int | float)]
     seconds = sum(length for _, length in timed)
     return sum(rate * length for rate, length in timed) / seconds if seconds else _mean([rate for rate, _ in timed])
+
+
+def _last(history: History, key: str) -> float:
+    """Of a counter: its newest value, 0 where it was never recorded."""
+    return history.series(key)[-1][1] if history.series(key) else 0
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -29,7 +29,9 @@ GRACE = 2.0  # seconds between the run's last word and the end of its cluster: r
 PR_SET_PDEATHSIG = 1
 
 
-def start_keeper(folder: RunFolder, *, cpus: float, gpus: int | None, object_store_bytes: int) -> subprocess.Popen[bytes]:
+def start_keeper(
+    folder: RunFolder, *, cpus: float, gpus: int | None, object_store_bytes: int
+) -> subprocess.Popen[bytes]:
     """Start the keeper in a session of its own, so that it neither gets the command's Ctrl-C nor ends with it."""
     command = [sys.executable, "-m", "topology.keeper", str(folder.path), f"--cpus={cpus}"]
     command += [f"--object-store-bytes={object_store_bytes}"] + ([] if gpus is None else [f"--gpus={gpus}"])
@@ -59,8 +61,15 @@ class Keeper:
         self.temporary = Path(tempfile.mkdtemp(prefix="tandem-"))
         ray = Path(sys.executable).with_name("ray")
         self.command = [str(ray), "start", "--head", "--block", "--port=0", f"--temp-dir={self.temporary}"]
-        self.command += ["--include-dashboard=false", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus:g}", "--disable-usage-stats"]
-        self.command += [f"--object-store-memory={object_store_bytes}"] + ([] if gpus is None else [f"--num-gpus={gpus}"])
+        self.command += [
+            "--include-dashboard=false",
+            "--node-ip-address=127.0.0.1",
+            f"--num-cpus={cpus:g}",
+            "--disable-usage-stats",
+        ]
+        self.command += [f"--object-store-memory={object_store_bytes}"] + (
+            [] if gpus is None else [f"--num-gpus={gpus}"]
+        )
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self.told_to_stop.set())
@@ -69,7 +78,7 @@ class Keeper:
             self.command,
             env={**os.environ, **cluster_environment(self.folder)},
             stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509  (this process has one thread)
         )
         try:
             self._announce(head)
@@ -107,7 +116,11 @@ class Keeper:
         return None
 
     def _write_failure(self, cause: str) -> None:
-        status = read_json(self.folder.status_file) or {"name": self.folder.name, "step": 0, "folder": str(self.folder.path)}
+        status = read_json(self.folder.status_file) or {
+            "name": self.folder.name,
+            "step": 0,
+            "folder": str(self.folder.path),
+        }
         write_json(self.folder.status_file, {**status, "state": "failed", "cause": cause})
 
 

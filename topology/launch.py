@@ -76,7 +76,9 @@ class Run:
         deadline = time.monotonic() + timeout
         while cluster and cluster.get("keeper") and process_alive(cluster["keeper"], cluster["keeper_started"]):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the cluster of run {self.name} (keeper process {cluster['keeper']}) is still there")
+                raise TimeoutError(
+                    f"the cluster of run {self.name} (keeper process {cluster['keeper']}) is still there"
+                )
             time.sleep(0.1)
 
     @contextmanager
@@ -107,8 +109,7 @@ def check(config: RunConfig) -> Prepared:
         raise ConfigError(str(error)) from None
     config = _absolute_paths(config)
     plan = make_plan(config, model, capacity_of(config))
-    _check_prompts(config, model)
-    _check_reward_functions(config)
+    _check_reward_functions(config, _check_prompts(config, model))
     return Prepared(config, path, model, plan)
 
 
@@ -143,33 +144,41 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def _check_prompts(config: RunConfig, model: ModelInfo) -> None:
-    from makers.prompts import PromptError, take
+def _check_prompts(config: RunConfig, model: ModelInfo) -> tuple[str, ...] | None:
+    """The columns of the training prompts, None if that is not known before they are read."""
+    from makers.prompts import PromptsError, check_prompts, take
 
-    sources = {"prompts": config.prompts}
+    sources = {"prompts": (config.prompts, 1)}
     if config.evaluation is not None:
-        sources["evaluation.prompts"] = config.evaluation.prompts
-    for key, source in sources.items():
+        sources["evaluation.prompts"] = (config.evaluation.prompts, config.evaluation.size)
+    columns = None
+    for key, (source, wanted) in sources.items():
         try:
+            summary = check_prompts(source)
+            if summary.rows is not None and summary.rows < wanted:
+                raise ConfigError(f"{key}: {wanted} prompts are wanted, the data has {summary.rows}")
             first = take(source, 1)[0]
-        except PromptError as error:
+        except PromptsError as error:
             raise ConfigError(f"{key}: {error}") from None
         if not isinstance(first.content, str) and not model.has_chat_template:
             raise ConfigError(
                 f"{key}: row {first.id} has chat messages, but the model's tokenizer has no chat template: "
                 "give text prompts, or add a chat template to the model folder"
             )
+        columns = columns if key != "prompts" else summary.columns
+    return columns
 
 
-def _check_reward_functions(config: RunConfig) -> None:
-    from makers.rewards import RewardError, check_function
+def _check_reward_functions(config: RunConfig, columns: tuple[str, ...] | None) -> None:
+    from makers.rewards.check import check_functions
 
     for group, maker in config.makers.items():
-        for index, function in enumerate(maker.functions if isinstance(maker, RewardMaker) else ()):
-            try:
-                check_function(function)
-            except RewardError as error:
-                raise ConfigError(f"makers.{group}.functions.{index}: {error}") from None
+        if not isinstance(maker, RewardMaker):
+            continue
+        try:
+            check_functions(maker.functions, columns)
+        except ValueError as error:
+            raise ConfigError(f"makers.{group}.functions: {error}") from None
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------

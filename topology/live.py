@@ -22,6 +22,14 @@ SPARK = 40  # steps of the reward curve
 RECENT = 10  # steps that the time left is estimated from
 STYLES = {"running": "green", "done": "green", "failed": "red", "draining": "yellow", "stopped": "yellow"}
 
+PHASES = {
+    "wait_for_batch": "waiting for rows",
+    "train": "training",
+    "publish": "publishing weights",
+    "evaluate": "evaluating on held-out prompts",
+    "checkpoint": "writing a checkpoint",
+}
+
 Status = Mapping[str, Any]
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -36,18 +44,18 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BLOCKS[int((value - low) / (high - low) * (len(BLOCKS) - 1) + 0.5)] for value in values)
 
 
-def seconds_left(status: Status, metrics: Metrics, total_steps: int) -> float | None:
+def seconds_left(status: Status, metrics: Metrics) -> float | None:
     """From the mean length of the last steps; None before the first."""
     recent = [row["time/step"] for row in metrics[-RECENT:] if row.get("time/step") is not None]
-    return sum(recent) / len(recent) * (total_steps - status["step"]) if recent else None
+    return sum(recent) / len(recent) * (status["steps"] - status["step"]) if recent else None
 
 
-def render(status: Status, metrics: Metrics, total_steps: int) -> RenderableType:
+def render(status: Status, metrics: Metrics) -> RenderableType:
     """The whole view."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1)
-    for name, value in _lines(status, metrics, total_steps):
+    for name, value in _lines(status, metrics):
         table.add_row(name, value)
     state = status["state"]
     title = Text.assemble((status["name"], "bold"), "  ", (state, STYLES.get(state, "cyan")))
@@ -57,24 +65,23 @@ def render(status: Status, metrics: Metrics, total_steps: int) -> RenderableType
     return panel
 
 
-def plain_line(status: Status, metrics: Metrics, total_steps: int) -> str:
+def plain_line(status: Status, metrics: Metrics) -> str:
     """One line for logs and pipes."""
     if not metrics:
         return f"{status['name']}: {status['state']}" + (f": {status['cause']}" if status.get("cause") else "")
     row = metrics[-1]
-    parts = [f"step {row['step']}/{total_steps}", f"reward {_number(row.get('reward/mean'), '.3f')}"]
+    parts = [f"step {row['step']}/{status['steps']}", f"reward {_number(row.get('reward/mean'), '.3f')}"]
     parts += [f"staleness {_number(row.get('staleness/max'), 'g')}"]
     parts += [f"{_number(row.get('tokens_per_s/generated'), '.0f')} tok/s"]
     parts += [f"bound by {row['bound_by']}"] if row.get("bound_by") else []
-    left = seconds_left(status, metrics, total_steps)
+    left = seconds_left(status, metrics)
     return ", ".join(parts) + (f", {_duration(left)} left" if left else "")
 
 
 class LiveView:
     """Shows a run while it goes on. Use as a context manager, and call `update` with every new status."""
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
-        self.total_steps = total_steps
+    def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self._shown: tuple[Any, Any] = (None, 0)
@@ -84,60 +91,71 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
     def update(self, status: Status, metrics: Metrics) -> None:
         """`metrics`: the last metrics objects, oldest first; about 40 fill the reward curve."""
         if self._live is not None:
-            self._live.update(render(status, metrics, self.total_steps), refresh=True)
+            self._live.update(render(status, metrics), refresh=True)
             return
         state, step = self._shown
         if status["state"] != state:
-            self.console.print(plain_line(status, (), self.total_steps), highlight=False, markup=False)
+            self.console.print(plain_line(status, ()), highlight=False, markup=False)
         for count, row in enumerate(metrics, start=1):
             if row["step"] > step:
-                line = plain_line({**status, "step": row["step"]}, metrics[:count], self.total_steps)
+                line = plain_line({**status, "step": row["step"]}, metrics[:count])
                 self.console.print(line, highlight=False, markup=False)
         self._shown = (status["state"], max([step, *(row["step"] for row in metrics)]))
 
 
-def _lines(status: Status, metrics: Metrics, total_steps: int) -> list[tuple[str, RenderableType]]:
-    """(name, content) of every line that there is something to say in."""
+def _lines(status: Status, metrics: Metrics) -> list[tuple[str, RenderableType]]:
+    """(name, content) of every line that there is something to say in; a run that is just starting has few."""
     row: Mapping[str, Any] = metrics[-1] if metrics else {}
-    lines: list[tuple[str, RenderableType]] = [("step", _progress(status, metrics, total_steps))]
+    lines: list[tuple[str, RenderableType]] = []
+    if "steps" in status:
+        lines.append(("step", _progress(status, metrics)))
     if status.get("phase"):
-        lines.append(("trainer", str(status["phase"])))
+        lines.append(("trainer", PHASES.get(status["phase"], str(status["phase"]))))
     if row:
-        lines.append(("reward", _reward(metrics)))
+        lines.append(("reward", _reward(metrics, status.get("held_out"))))
         lines.append(("staleness", _staleness(row)))
-    lines.append(("versions", _versions(status["versions"])))
-    lines.append(("buffer", _buffer(status["buffer"])))
-    lines.append(("rows", _ledger(status["ledger"])))
+    if "versions" in status:
+        lines.append(("versions", _versions(status["versions"])))
+    if "buffer" in status:
+        lines.append(("buffer", _buffer(status["buffer"])))
+    if status.get("ledger"):
+        lines.append(("rows", _ledger(status["ledger"])))
     if row:
         lines.append(("rates", _rates(row)))
     if status.get("bound_by"):
-        knob = row.get("bound_by/knob") or ""
-        lines.append(("bound by", Text.assemble((str(status["bound_by"]), "bold"), f"  {knob}")))
-    lines.append(("actors", _actors(status["actors"])))
+        knob = f"  {status['knob']}" if status.get("knob") else ""
+        lines.append(("bound by", Text.assemble((str(status["bound_by"]), "bold"), knob)))
+    if status.get("actors"):
+        lines.append(("actors", _actors(status["actors"])))
     return lines
 
 
-def _progress(status: Status, metrics: Metrics, total_steps: int) -> RenderableType:
-    left = seconds_left(status, metrics, total_steps)
+def _progress(status: Status, metrics: Metrics) -> RenderableType:
+    left = seconds_left(status, metrics)
     grid = Table.grid(padding=(0, 2))
-    count = Text(f"{status['step']}/{total_steps}", style="bold")
+    count = Text(f"{status['step']}/{status['steps']}", style="bold")
     time_left = Text(f"{_duration(left)} left" if left else "", style="dim")
-    grid.add_row(count, ProgressBar(total=total_steps, completed=status["step"], width=36, complete_style="cyan"), time_left)
+    grid.add_row(
+        count, ProgressBar(total=status["steps"], completed=status["step"], width=36, complete_style="cyan"), time_left
+    )
     return grid
 
 
-def _reward(metrics: Metrics) -> Text:
+def _reward(metrics: Metrics, held_out: Mapping[str, Any] | None) -> Text:
     values = [row["reward/mean"] for row in metrics if row.get("reward/mean") is not None][-SPARK:]
     text = Text.assemble((_number(values[-1] if values else None, ".3f"), "bold"), "  ", (sparkline(values), "cyan"))
-    scores = [row["eval/score"] for row in metrics if row.get("eval/score") is not None]
-    return text.append(f"  held-out {scores[-1]:.3f}") if scores else text
+    if held_out and held_out.get("score") is not None:
+        text.append(f"  held-out {held_out['score']:.3f} at step {held_out['step']}")
+    return text
 
 
 def _staleness(row: Mapping[str, Any]) -> str:
@@ -153,7 +171,7 @@ def _versions(versions: Mapping[str, Any]) -> str:
 
 
 def _buffer(buffer: Mapping[str, Any]) -> str:
-    stages = ", ".join(f"{stage} {count}" for stage, count in (buffer.get("rows") or {}).items())
+    stages = ", ".join(f"{stage} {count}" for stage, count in (buffer.get("rows") or {}).items() if count)
     return f"{stages or 'empty'} ({_size(buffer.get('bytes') or 0)})"
 
 
@@ -166,7 +184,9 @@ def _ledger(ledger: Mapping[str, Any]) -> str:
 def _rates(row: Mapping[str, Any]) -> str:
     generated, trained = row.get("tokens_per_s/generated"), row.get("tokens_per_s/trained")
     parts = [f"{_number(generated, '.0f')} tokens/s generated, {_number(trained, '.0f')} trained"]
-    parts += [f"idle: trainer {_number(row.get('idle/trainer'), '.0%')}, makers {_number(row.get('idle/maker'), '.0%')}"]
+    parts += [
+        f"idle: trainer {_number(row.get('idle/trainer'), '.0%')}, makers {_number(row.get('idle/maker'), '.0%')}"
+    ]
     return "; ".join(parts)
 
 

@@ -36,7 +36,7 @@ class Plan:
     actors: tuple[PlannedActor, ...]
     edges: tuple[tuple[str, str, str], ...]  # (from, to, what crosses)
     arithmetic: dict[str, str]
-    worst_case_staleness: int | None  # None: bounded at consumption, by dropping
+    worst_case_staleness: int  # published versions
     warnings: tuple[str, ...]
 
     @property
@@ -124,6 +124,8 @@ def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 
 def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     provided = set(stages_of(config))
+    if "rollout" in provided and not any(isinstance(maker, RolloutMaker) for maker in config.makers.values()):
+        yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
     for stage in NEEDED_STAGES:
         if stage not in provided:
             yield (
@@ -169,7 +171,11 @@ def _check_buffer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     buffer = config.buffer
     if buffer.window and buffer.order != "window":
         yield f"buffer.window: {buffer.window} is read only with `order: window`, but order is `{buffer.order}`"
-    if config.weights.every > 1 and config.trainers.get(POLICY) and config.trainers[POLICY].steps < config.weights.every:
+    if (
+        config.weights.every > 1
+        and config.trainers.get(POLICY)
+        and config.trainers[POLICY].steps < config.weights.every
+    ):
         yield (
             f"weights.every: {config.weights.every} steps between versions, but trainers.policy.steps is "
             f"{config.trainers[POLICY].steps}: no version would ever be published"
@@ -235,7 +241,7 @@ def _build(config: RunConfig, model: ModelInfo) -> Plan:
     )
 
 
-def worst_case_staleness(config: RunConfig) -> int | None:
+def worst_case_staleness(config: RunConfig) -> int:
     buffer, trainer = config.buffer, config.trainers[POLICY]
     return worst_case_age(
         buffer.order, buffer.window, buffer.max_staleness, trainer.groups_per_step, config.weights.every

@@ -84,7 +84,7 @@ def _cards(figures: Summary) -> list[tuple[str, str, str]]:
     cards += [
         ("max staleness", _number(figures.max_staleness, "g"), "published versions behind, at training"),
         ("tokens/s generated", _number(figures.generated_per_s, ".0f"), "all makers together"),
-        ("tokens/s trained", _number(figures.trained_per_s, ".0f"), "response tokens in the loss"),
+        ("tokens/s trained", _number(figures.trained_per_s, ".0f"), "response tokens of trained rows"),
     ]
     return cards
 
@@ -147,8 +147,8 @@ def _card(name: str, value: str, note: str) -> str:
 def _bound(figures: Summary) -> str:
     if not figures.bound_by:
         return ""
-    knob = escape(figures.knob or "")
-    return f'<p class="bound">Most steps were bound by the <b>{escape(figures.bound_by)}</b>. {knob}</p>'
+    knob = f" To change that: {escape(figures.knob)}." if figures.knob else ""
+    return f'<p class="bound">Most steps were bound by the <b>{escape(figures.bound_by)}</b>.{knob}</p>'
 
 
 def _events(history: History) -> str:

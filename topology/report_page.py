@@ -27,10 +27,10 @@ h1 span {{ font-size: 13px; font-weight: 600; vertical-align: middle; margin-lef
   border-radius: 99px; border: 1px solid var(--rule); color: var(--soft); letter-spacing: 0; }}
 small {{ color: var(--soft); font-size: 12.5px; }}
 .cause {{ color: var(--bad); }}
-.cards {{ display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(205px, 1fr)); margin: 22px 0 14px; }}
+.cards {{ display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(176px, 1fr)); margin: 22px 0 14px; }}
 .card, figure, details {{ background: var(--card); border: 1px solid var(--rule); border-radius: 12px; }}
-.card {{ padding: 12px 16px; display: flex; flex-direction: column; }}
-.card b {{ font-size: 20px; white-space: nowrap; font-variant-numeric: tabular-nums; letter-spacing: -0.01em; }}
+.card {{ padding: 12px 14px; display: flex; flex-direction: column; }}
+.card b {{ font-size: 18px; white-space: nowrap; font-variant-numeric: tabular-nums; letter-spacing: -0.01em; }}
 .bound {{ margin: 0 0 22px; }}
 .charts {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 470px), 1fr)); }}
 figure {{ margin: 0; padding: 14px 16px 8px; }}

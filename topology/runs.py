@@ -61,7 +61,10 @@ class RunFolder:
         if status is None:
             status = {"name": self.name, "state": "starting", "cause": None, "step": 0, "folder": str(self.path)}
         if status["state"] not in ENDED and not self.cluster_alive():
-            status |= {"state": "failed", "cause": status.get("cause") or "the run's cluster is gone without a last word"}
+            status |= {
+                "state": "failed",
+                "cause": status.get("cause") or "the run's cluster is gone without a last word",
+            }
         return status
 
     def cluster_alive(self) -> bool:

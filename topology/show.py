@@ -29,7 +29,9 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def render_plan(config: RunConfig, plan: Plan) -> RenderableType:
-    actors = Table("actor", "kind", "CPUs", "GPUs", "memory", title=f"run {config.name}", title_justify="left", box=None)
+    actors = Table(
+        "actor", "kind", "CPUs", "GPUs", "memory", title=f"run {config.name}", title_justify="left", box=None
+    )
     for actor in plan.actors:
         resources = actor.resources
         actors.add_row(
@@ -42,13 +44,12 @@ def render_plan(config: RunConfig, plan: Plan) -> RenderableType:
     numbers = Table(show_header=False, box=None)
     for what, value in plan.arithmetic.items():
         numbers.add_row(what, value)
-    staleness = plan.worst_case_staleness
-    order = config.buffer.order + (f" (window {config.buffer.window})" if config.buffer.order == "window" else "")
-    numbers.add_row(
-        "worst-case staleness",
-        f"{staleness} version(s), order {order}"
-        if staleness is not None
-        else f"{config.buffer.max_staleness} version(s), order {order}: older rows are dropped when they would be taken",
-    )
+    buffer = config.buffer
+    order = {
+        "fifo": "order fifo",
+        "window": f"order window, {buffer.window} rows beyond the oldest",
+        "ready": "order ready: older rows are dropped when they would be taken",
+    }[buffer.order]
+    numbers.add_row("worst-case staleness", f"{plan.worst_case_staleness} version(s), {order}")
     warnings = [Text(f"note: {warning}", style="yellow") for warning in plan.warnings]
     return Group(actors, Text(), edges, Text(), numbers, *warnings)

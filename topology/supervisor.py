@@ -24,6 +24,7 @@ from topology.handles import ActorLost, call
 from topology.names import log_file
 from topology.plan import POLICY, Plan, PlannedActor
 from topology.runs import RunFolder, write_json
+from trainers.checkpoints import RANKS_FOLDER
 from trainers.recorder import append_event
 
 SERVICE = 30.0  # seconds in which an actor that only serves (buffer, weights) has to be up
@@ -121,17 +122,21 @@ class Supervisor(Shell):
     async def _start_trainer(self) -> None:
         """Ranks and buffer, then the trainer that needs both; its first act is to publish the start weights."""
         ranks = self._kind("rank")
-        cursor = 0 if self.resume is None else self.resume["prompt_cursor"]
-        buffer = self._ready(self.members["buffer"], "start", cursor)
+        cursor, step, restore = (
+            (0, 0, None)
+            if self.resume is None
+            else (self.resume["prompt_cursor"], self.resume["step"], str(Path(self.resume["folder"]) / RANKS_FOLDER))
+        )
+        buffer = self._ready(self.members["buffer"], "start", cursor, step)
         address = await self._ask(ranks[0], "free_address")
-        restore = None if self.resume is None else self.resume["folder"]
         buckets, *_ = await asyncio.gather(
-            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks)), buffer
+            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks)),
+            buffer,
         )
         names = [rank.planned.name for rank in ranks]
         await self._ready(self.members["weights"], "connect", names, buckets)
         trainer = self.members[f"trainer/{POLICY}"]
-        await self._ready(trainer, "start", names, self.resume)
+        await self._ready(trainer, "start", names, step)
         await self._ask(trainer, "publish_start")
 
     async def _start_maker(self, member: Member) -> None:
@@ -159,6 +164,7 @@ class Supervisor(Shell):
             await asyncio.wait({problem}, timeout=1.0)  # a failed call is often only the echo of a death
         for other in (task, problem, stop):
             other.cancel()
+        await asyncio.gather(task, problem, stop, return_exceptions=True)
         if problem.done() and not problem.cancelled():
             raise problem.result()
         if stop.done() and not task.done():
@@ -209,7 +215,13 @@ class Supervisor(Shell):
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
         mine = self.identity
         identity = Identity(
-            mine.run, planned.name, mine.folder, mine.python_path, _threads(self.config, planned), mine.config, mine.model_path
+            mine.run,
+            planned.name,
+            mine.folder,
+            mine.python_path,
+            _threads(self.config, planned),
+            mine.config,
+            mine.model_path,
         )
         return ray.remote(CLASSES[planned.kind]).options(**options).remote(identity)
 
@@ -224,7 +236,9 @@ class Supervisor(Shell):
     async def _ask(self, member: Member, method: str, *args: Any) -> Any:
         name = member.planned.name
         try:
-            return await call(getattr(member.handle, method).remote(*args), self.config.limits.start, f"{name}: {method}")
+            return await call(
+                getattr(member.handle, method).remote(*args), self.config.limits.start, f"{name}: {method}"
+            )
         except (TimeoutError, ActorLost) as error:
             raise RunFailed(str(error)) from None
         except Exception as error:
@@ -244,11 +258,10 @@ class Supervisor(Shell):
 
     async def _fatal(self, buffer: Member) -> None:
         try:
-            await buffer.handle.fatal.remote()
+            cause = await buffer.handle.fatal.remote()
         except ray.exceptions.RayActorError:
             return  # its death is reported by `_hold`
-        except Exception as error:
-            self.problems.put_nowait(RunFailed(f"buffer: {_one_line(error)}"))
+        self.problems.put_nowait(RunFailed(f"buffer: {cause}"))
 
     async def _ping(self) -> None:
         """A process that is stopped, not dead, is only seen by its silence."""
@@ -307,10 +320,11 @@ class Supervisor(Shell):
             },
             "actors": [self._actor_status(member) for member in self.members.values()],
             "buffer": {"rows": buffer.get("rows", {}), "bytes": buffer.get("bytes", 0)},
-            "ledger": buffer.get("ledger", {}),
+            "ledger": buffer.get("ledger", {}).get("rows", {}),
             "rates": trainer.get("rates", {}),
             "bound_by": trainer.get("bound_by"),
             "knob": trainer.get("knob"),
+            "held_out": trainer.get("held_out"),
             "folder": self.identity.folder,
             "time": time.time(),
         }

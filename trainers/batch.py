@@ -141,7 +141,9 @@ def plan_micro_batches(
     A row stays whole while it fits, because its samples share their prompt; a larger one is cut between samples.
     """
     if micro_batch_tokens < 1 or data_parallel < 1:
-        raise ValueError(f"micro_batch_tokens={micro_batch_tokens} and data_parallel={data_parallel} must be at least 1")
+        raise ValueError(
+            f"micro_batch_tokens={micro_batch_tokens} and data_parallel={data_parallel} must be at least 1"
+        )
     parts = [
         part
         for row in sorted(shapes)
@@ -238,4 +240,6 @@ def _check_row(row: int, shape: RowShape, advantages: np.ndarray, mask: np.ndarr
     if mask.shape != (samples,) or mask.dtype != np.bool_:
         raise ValueError(f"row {row} of the step: mask is {mask.dtype}{mask.shape}, needs bool({samples},)")
     if not np.isfinite(advantages).all():
-        raise ValueError(f"row {row} of the step: {np.count_nonzero(~np.isfinite(advantages))} advantages are not finite")
+        raise ValueError(
+            f"row {row} of the step: {np.count_nonzero(~np.isfinite(advantages))} advantages are not finite"
+        )

@@ -22,6 +22,7 @@ FORMAT = "tandem-checkpoint"
 FORMAT_VERSION = 1
 META = "meta.json"
 LATEST = "latest"
+RANKS_FOLDER = "trainer"  # what the ranks of a trainer save together
 _PARTIAL = ".partial-"
 _REQUIRED = {"step": int, "version": int, "prompt_cursor": int}
 
@@ -34,14 +35,13 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. `meta` holds at least step, version (of the weights) and prompt_cursor."""
+    """A complete checkpoint. `meta` is everything its `meta.json` says."""
 
     path: Path
+    step: int
+    version: int  # the newest published version at that step
+    prompt_cursor: int  # where the prompt source goes on
     meta: Mapping[str, Any]
-
-    @property
-    def step(self) -> int:
-        return int(self.meta["step"])
 
 
 class Checkpointer:
@@ -78,7 +78,7 @@ class Checkpointer:
                 f"checkpoint {name} was not written ({type(error).__name__}: {error}); {self._remaining()}"
             ) from error
         self._prune(name)
-        return Checkpoint(self.folder / name, dict(meta))
+        return load(self.folder / name)
 
     def _commit(self, partial: Path, name: str) -> None:
         target = self.folder / name
@@ -116,10 +116,8 @@ def find_latest(folder: Path) -> Checkpoint:
     name = _pointed(folder)
     if name is None:
         raise CheckpointError(f"{folder} has no file `{LATEST}`: no checkpoint was written there. {_choices(folder)}")
-    if name != Path(name).name or not (folder / name).is_dir():
-        raise CheckpointError(
-            f"{folder / LATEST} names {name!r}, which is not a folder beside it. {_choices(folder)}"
-        )
+    if not name or name != Path(name).name or not (folder / name).is_dir():
+        raise CheckpointError(f"{folder / LATEST} names {name!r}, which is not a folder beside it. {_choices(folder)}")
     try:
         return load(folder / name)
     except CheckpointError as error:
@@ -144,7 +142,7 @@ def load(path: Path) -> Checkpoint:
         if found != nbytes:
             state = "is missing" if found is None else f"has {found} bytes"
             raise CheckpointError(f"{path} is broken: {name} {state}, {nbytes} bytes were written")
-    return Checkpoint(path, meta)
+    return Checkpoint(path, meta["step"], meta["version"], meta["prompt_cursor"], meta)
 
 
 def _read_meta(file: Path) -> dict[str, Any]:

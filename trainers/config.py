@@ -26,7 +26,9 @@ class Grpo(Strict):
         description="sequence: mean over a sample, then over samples (GRPO). constant: sum / max_tokens (Dr.GRPO). "
         "token: mean over all tokens of the step (DAPO).",
     )
-    scale_rewards: bool = Field(True, description="Divide advantages by the group's standard deviation (false: Dr.GRPO).")
+    scale_rewards: bool = Field(
+        True, description="Divide advantages by the group's standard deviation (false: Dr.GRPO)."
+    )
     kl_coef: float = Field(0.0, ge=0, description="Weight of KL(policy, start weights) in the loss.")
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
@@ -117,5 +119,6 @@ class TrainerConfig(Strict):
     minibatches: int = Field(1, ge=1, description="Optimizer steps on the rows of one step, the proximal policy fixed.")
     steps: int = Field(ge=1)
     mismatch: Mismatch = Mismatch()
-    max_nonfinite_steps: int = Field(3, ge=1, description="Skipped steps in a row that end the run.")
+    max_nonfinite_steps: int = Field(3, ge=1, description="Steps in a row that were not finite, and end the run.")
+    max_empty_steps: int = Field(5, ge=1, description="Batches in a row without one valid token, that end the run.")
     resources: Resources = Field(Resources(), description="Of each rank.")

@@ -1,13 +1,14 @@
 """One process of a trainer: builds the learner that its config names and answers the calls of the rank group.
 
-Methods are plain and synchronous; every one but `num_buckets` is collective. Nothing here imports torch before `start`.
+Methods are plain, synchronous and collective. Importing this module imports neither torch nor Megatron; the starter of
+the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory and compiler runs on CPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
@@ -30,7 +31,7 @@ class Rendezvous:
 
 
 class TrainerRank:
-    """See the module. `failures_folder` receives the batch of a step that was skipped, when given."""
+    """`failures_folder` receives the batch of a step in which an optimizer step was skipped, when given."""
 
     def __init__(
         self,
@@ -42,25 +43,38 @@ class TrainerRank:
         seed: int,
         failures_folder: str | None = None,
     ) -> None:
-        self.learner = build_learner(config, Path(model_path), rendezvous, seed, failures_folder)
+        self._config = config
         self._bucket_bytes = bucket_bytes
+        self._num_buckets: int | None = None
+        self.learner = build_learner(
+            config, Path(model_path), rendezvous, seed, Path(failures_folder) if failures_folder else None
+        )
 
     def start(self) -> None:
-        self.learner.start()
+        import torch
 
-    def num_buckets(self) -> int:
-        """Buckets that `export` returns beside the manifest; the same for every version."""
-        raise NotImplementedError
+        threads = self._config.backend.threads or round(self._config.resources.cpus)
+        torch.set_num_threads(max(threads, 1))
+        self.learner.start()
 
     def train_step(self, plan: StepPlan, *rollouts: Columns) -> StepResult:
         """`rollouts` are the columns of stage `rollout`, one argument for each row of the plan, in its order."""
-        if len(rollouts) != plan.rows:
-            raise ValueError(f"step {plan.step} has {plan.rows} rows in its plan and {len(rollouts)} rollout columns")
         return self.learner.train_step(plan, rollouts)
 
     def export(self, version: int) -> tuple[Manifest | np.ndarray, ...]:
-        """The current policy as (manifest, bucket, ..., bucket). Raises NonFinite when a weight is not finite."""
-        raise NotImplementedError
+        """The current policy as (manifest, bucket, ..., bucket), the buckets uint8. Raises NonFiniteWeights."""
+        from weights.packing import pack
+
+        manifest, buckets = pack(version, self.learner.weights(), self._bucket_bytes)
+        self._num_buckets = len(buckets)
+        return manifest, *buckets
+
+    def num_buckets(self) -> int:
+        """Buckets that `export` returns beside the manifest; the same for every version."""
+        if self._num_buckets is None:
+            self.export(0)
+        assert self._num_buckets is not None
+        return self._num_buckets
 
     def save(self, folder: str) -> None:
         self.learner.save(Path(folder))
@@ -76,9 +90,15 @@ class TrainerRank:
 
 
 def build_learner(
-    config: TrainerConfig, model_path: Path, rendezvous: Rendezvous, seed: int, failures_folder: str | None
+    config: TrainerConfig, model_path: Path, rendezvous: Rendezvous, seed: int, failures_folder: Path | None
 ) -> Learner:
-    raise NotImplementedError
+    """Raises ValueError when the model or the number of ranks does not fit the backend."""
+    if isinstance(config.backend, MegatronBackend):
+        from trainers.megatron.learner import MegatronLearner
 
+        return MegatronLearner(config, model_path, rendezvous, seed=seed, failures_folder=failures_folder)
+    from trainers.torch_learner import TorchLearner
 
-__all__ = ["Any", "MegatronBackend", "Rendezvous", "TrainerRank", "build_learner"]
+    if rendezvous.world_size != 1:
+        raise ValueError(f"the torch backend runs in one process, not in {rendezvous.world_size}: use megatron")
+    return TorchLearner(config, model_path, seed=seed, failures_folder=failures_folder)

@@ -44,7 +44,7 @@ class Recorder:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._events = (folder / "events.jsonl").open("a", buffering=1)
+        self._events = folder / "events.jsonl"
         self._charts = tuple(charts)
         self._wall_clock = wall_clock
 
@@ -54,8 +54,8 @@ class Recorder:
         self.chart(int(values["step"] or 0), values)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record that something happened now: `{"time": seconds since the epoch, "event": kind, ...}`."""
-        self._events.write(_line({"time": round(self._wall_clock(), 3), "event": kind, **fields}))
+        """Record that something happened now, see `append_event`."""
+        append_event(self._events, kind, wall_time=self._wall_clock(), **fields)
 
     def chart(self, step: int, values: Mapping[str, Any]) -> None:
         """Draw the finite numbers of `values` at `step`, where a chart service is set. `step` itself is the axis."""
@@ -65,9 +65,15 @@ class Recorder:
 
     def close(self) -> None:
         self._metrics.close()
-        self._events.close()
         for charts in self._charts:
             charts.close()
+
+
+def append_event(file: Path, kind: str, *, wall_time: float | None = None, **fields: Any) -> None:
+    """Append `{"time": seconds since the epoch, "event": kind, ...}` as one line; `wall_time` is now unless given."""
+    now = time.time() if wall_time is None else wall_time
+    with file.open("a") as stream:
+        stream.write(_line({"time": round(now, 3), "event": kind, **fields}))
 
 
 def open_recorder(folder: Path, config: MetricsConfig, *, name: str, run_config: Mapping[str, Any]) -> Recorder:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def load_decoder(model: Path) -> Decode:
 
     file = Path(model) / "tokenizer.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: rows cannot be written as text, set metrics.rows_every to null")
+        raise FileNotFoundError(f"{file} is missing: rows cannot be written as text, set rows.every to null")
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
@@ -76,7 +77,7 @@ class RowsWriter:
         offsets = rollout["response_offsets"]
         content = row.prompt.content
         records = []
-        for sample, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        for sample, (start, end) in enumerate(pairwise(offsets)):
             ids = rollout["response_ids"][start:end]
             records.append(
                 {

@@ -63,7 +63,9 @@ def settings(args: argparse.Namespace, folder: str) -> GRPOConfig:
         lr_scheduler_type="constant",
         max_steps=args.steps,
         use_transformers_continuous_batching=args.generation == "continuous",
-        transformers_continuous_batching_config=json.loads(args.continuous) if args.generation == "continuous" else None,
+        transformers_continuous_batching_config=json.loads(args.continuous)
+        if args.generation == "continuous"
+        else None,
         use_vllm=args.generation == "vllm",
         vllm_max_model_length=256 if args.generation == "vllm" else None,
         logging_steps=1,
@@ -91,9 +93,7 @@ def main() -> None:
     dataset = Dataset.from_list([{"prompt": p.messages(), "answer": p.entry["answer"]} for p in found])
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
-            args.model, reward, args=settings(args, folder), train_dataset=dataset, callbacks=[watch]
-        )
+        trainer = GRPOTrainer(args.model, reward, args=settings(args, folder), train_dataset=dataset, callbacks=[watch])
         trainer.train()
     lengths = [entry["completions/mean_length"] for entry in watch.logs if "completions/mean_length" in entry]
     answer = {

@@ -26,7 +26,7 @@ class ArrowRows:
         _check_values(self._table.column(column), name)
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return int(self._table.num_rows)
 
     def prompt(self, index: int) -> Prompt:
         row = self._table.slice(index, 1).to_pylist()[0]
@@ -85,7 +85,7 @@ def _check_type(schema: pa.Schema, column: str, where: str) -> None:
 def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return any((pa.types.is_string(kind), pa.types.is_large_string(kind), pa.types.is_string_view(kind)))
 
 
 def _is_messages(kind: pa.DataType) -> bool:

@@ -66,7 +66,9 @@ def _in_folder(folder: Path) -> list[Path]:
         names = [entry["filename"] for entry in _read_json(folder / "state.json").get("_data_files", [])]
         missing = [name for name in names if not (folder / name).is_file()]
         if missing or not names:
-            raise PromptsError(f"{folder}: state.json lists {', '.join(missing) or 'no file'}; the folder is incomplete")
+            raise PromptsError(
+                f"{folder}: state.json lists {', '.join(missing) or 'no file'}; the folder is incomplete"
+            )
         return [folder / name for name in names]
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in KINDS)
     if not files:
@@ -87,6 +89,7 @@ def _of_one_kind(files: Sequence[Path], path: str) -> list[Path]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        content: dict[str, Any] = json.loads(file.read_text())
+        return content
     except ValueError as error:
         raise PromptsError(f"{file}: not valid JSON ({error})") from error

@@ -6,7 +6,7 @@ from buffer.records import Prompt
 from makers.config import CustomPrompts, FilePrompts, PromptsConfig, ReasoningGymPrompts
 from makers.dotted import check_dotted
 from makers.prompts.files import check_files, open_files
-from makers.prompts.rows import PromptsError, PromptsSummary
+from makers.prompts.rows import PromptsError, PromptsSummary, Rows
 from makers.prompts.source import IndexedPrompts, StreamedPrompts
 
 
@@ -16,7 +16,7 @@ def open_prompts(config: PromptsConfig) -> IndexedPrompts | StreamedPrompts:
         case ReasoningGymPrompts():
             from makers.prompts.gym import GymRows
 
-            rows = GymRows(config)
+            rows: Rows = GymRows(config)
         case FilePrompts():
             rows = open_files(config)
         case CustomPrompts():

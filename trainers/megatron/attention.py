@@ -28,6 +28,8 @@ class PackedLayout(PackedSeqParams):
     segments: tuple[Segment, ...] = ()
     cos: Tensor | None = None
     sin: Tensor | None = None
+    logit_rows: Tensor | None = None  # int64 [targets]: for the last pipeline stage
+    targets: Tensor | None = None  # int64 [targets]
     masks: dict[int, Tensor] = field(default_factory=dict)  # by number of the segment, filled on first use
 
 

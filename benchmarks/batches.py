@@ -1,0 +1,46 @@
+"""Rows for the learner bench: columns of stage `rollout`, the same for both sides. numpy only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks import workload
+
+Columns = dict[str, np.ndarray]
+
+PROMPT_TOKENS = 48  # about what the shared workload has, its chat template included
+SHAPES = {
+    "equal": (workload.MAX_TOKENS, workload.MAX_TOKENS),  # shortest and longest response: nothing to pad
+    "ragged": (1, workload.MAX_TOKENS),
+}
+
+
+def rows(shape: str, vocabulary: int, seed: int = workload.SEED) -> list[Columns]:
+    """Random tokens in GROUPS rows of SAMPLES responses."""
+    shortest, longest = SHAPES[shape]
+    random = np.random.default_rng(seed)
+    made = []
+    for _ in range(workload.GROUPS):
+        lengths = random.integers(shortest, longest + 1, workload.SAMPLES)
+        tokens = int(lengths.sum())
+        made.append(
+            {
+                "prompt_ids": random.integers(0, vocabulary, PROMPT_TOKENS, dtype=np.int32),
+                "response_ids": random.integers(0, vocabulary, tokens, dtype=np.int32),
+                "response_offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+                "behaviour_logprobs": np.full(tokens, -10.0, np.float32),
+                "policy_versions": np.zeros(tokens, np.int32),
+                "finish_reasons": np.zeros(workload.SAMPLES, np.int8),
+            }
+        )
+    return made
+
+
+def advantages(rows: list[Columns]) -> list[np.ndarray]:
+    """One a sample, none of them 0, so that no sample may be left out."""
+    return [np.where(np.arange(workload.SAMPLES) % 2 == 0, 1.0, -1.0).astype(np.float32) for _ in rows]
+
+
+def tokens(rows: list[Columns]) -> int:
+    """Prompt and response of every sample: what is counted as trained, however a side computes it."""
+    return sum(workload.SAMPLES * row["prompt_ids"].size + row["response_ids"].size for row in rows)

@@ -1,0 +1,141 @@
+"""The columns of each stage, and the check that a bad batch dies at its source.
+
+Columns are flat numpy arrays by name, one dict for one stage of one row; offsets say where each sample begins. A maker checks
+what it made with `validate_columns` before it answers, so an error carries the row and sample it belongs to.
+`rollout` and `reward` have the schemas below; the columns of any other stage are flat numeric arrays of its own choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from buffer.records import Lease
+
+Columns = dict[str, np.ndarray]
+
+# A float32 log-softmax is <= 0 by construction, but logit - logsumexp(logits) rounds to a few 1e-5 above it for logits of
+# some hundreds. What is really wrong (probabilities, a missing sign, other logits) lies far beyond.
+MAX_LOGPROB = 1e-4
+
+FINISHED_BY_STOP, FINISHED_BY_LENGTH = 0, 1
+
+
+class Column(NamedTuple):
+    dtype: type[np.generic]
+    per: Literal["prompt token", "response token", "sample", "sample boundary"]
+
+
+ROLLOUT: Mapping[str, Column] = {
+    "prompt_ids": Column(np.int32, "prompt token"),
+    "response_ids": Column(np.int32, "response token"),
+    "response_offsets": Column(np.int64, "sample boundary"),  # sample i is response_ids[offsets[i] : offsets[i + 1]]
+    "behaviour_logprobs": Column(np.float32, "response token"),  # of the distribution that was sampled from
+    "policy_versions": Column(np.int32, "response token"),
+    "finish_reasons": Column(np.int8, "sample"),
+}
+REWARD: Mapping[str, Column] = {"rewards": Column(np.float32, "sample")}
+REWARD_FUNCTION = Column(np.float32, "sample")  # of a column named `reward/NAME`, unweighted
+
+
+def nbytes(columns: Mapping[str, np.ndarray]) -> int:
+    return sum(array.nbytes for array in columns.values())
+
+
+def validate_columns(lease: Lease, columns: Mapping[str, np.ndarray], samples: int) -> None:
+    """Raises ValueError, with row, stage, column, sample and numbers, unless these are the lease's columns."""
+    try:
+        _check_arrays(columns)
+        if lease.stage == "rollout":
+            _check_schema(columns, ROLLOUT)
+            _check_rollout(columns, samples, lease.min_version)
+        elif lease.stage == "reward":
+            functions = {name: REWARD_FUNCTION for name in columns if name.startswith("reward/")}
+            _check_schema(columns, {**REWARD, **functions})
+            _check_rewards(columns, samples)
+    except ValueError as error:
+        raise ValueError(f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage}: {error}") from None
+
+
+def _check_arrays(columns: Mapping[str, np.ndarray]) -> None:
+    if not columns:
+        raise ValueError("no columns")
+    for name, array in columns.items():
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"{name} is a {type(array).__name__}, not a numpy array")
+        if array.ndim != 1 or array.dtype.kind not in "biuf":
+            raise ValueError(f"{name} has shape {array.shape} and dtype {array.dtype}, not one dimension of numbers")
+
+
+def _check_schema(columns: Mapping[str, np.ndarray], schema: Mapping[str, Column]) -> None:
+    if columns.keys() != schema.keys():
+        raise ValueError(f"the columns are {sorted(columns)}, not {sorted(schema)}")
+    for name, column in schema.items():
+        if columns[name].dtype != column.dtype:
+            raise ValueError(f"{name} has dtype {columns[name].dtype}, not {np.dtype(column.dtype)}")
+
+
+def _check_rollout(columns: Mapping[str, np.ndarray], samples: int, min_version: int) -> None:
+    offsets = columns["response_offsets"]
+    _check_lengths(columns, ROLLOUT, {"sample boundary": samples + 1, "sample": samples})
+    _check_offsets(offsets, len(columns["response_ids"]))
+    _check_lengths(columns, ROLLOUT, {"response token": int(offsets[-1])})
+    if len(columns["prompt_ids"]) == 0:
+        raise ValueError("prompt_ids is empty")
+    for name in ("prompt_ids", "response_ids"):
+        _require(columns[name] >= 0, columns[name], name, "a token id is >= 0")
+    logprobs, versions = columns["behaviour_logprobs"], columns["policy_versions"]
+    good = np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
+    _require(good, logprobs, "behaviour_logprobs", "a log-prob is finite and <= 0", offsets)
+    _require(versions >= min_version, versions, "policy_versions", f"the lease needs {min_version} or newer", offsets)
+    within_sample = np.ones(len(versions), dtype=bool)
+    within_sample[offsets[:-1]] = False
+    grows = np.diff(versions, prepend=versions[:1]) >= 0
+    _require(grows | ~within_sample, versions, "policy_versions", "versions only grow within a sample", offsets)
+    reasons = columns["finish_reasons"]
+    known = np.isin(reasons, (FINISHED_BY_STOP, FINISHED_BY_LENGTH))
+    _require(known, reasons, "finish_reasons", "a reason is 0 (stop) or 1 (length)")
+
+
+def _check_rewards(columns: Mapping[str, np.ndarray], samples: int) -> None:
+    for name, rewards in columns.items():
+        if len(rewards) != samples:
+            raise ValueError(f"{name} has {len(rewards)} entries for {samples} samples")
+        _require(np.isfinite(rewards), rewards, name, "a reward is finite")
+
+
+def _check_lengths(
+    columns: Mapping[str, np.ndarray], schema: Mapping[str, Column], expected: Mapping[str, int]
+) -> None:
+    for name, column in schema.items():
+        length = expected.get(column.per)
+        if length is not None and len(columns[name]) != length:
+            raise ValueError(f"{name} has {len(columns[name])} entries, not {length} (one for each {column.per})")
+
+
+def _check_offsets(offsets: np.ndarray, tokens: int) -> None:
+    if offsets[0] != 0 or offsets[-1] != tokens:
+        raise ValueError(
+            f"response_offsets run from {offsets[0]} to {offsets[-1]}, not from 0 to the {tokens} response_ids"
+        )
+    lengths = np.diff(offsets)
+    # A generated sample holds at least its end-of-sequence token; without one it was never generated.
+    if (lengths <= 0).any():
+        sample = int(np.argmax(lengths <= 0))
+        raise ValueError(f"sample {sample} has {lengths[sample]} response tokens: each has at least one")
+
+
+def _require(good: np.ndarray, values: np.ndarray, name: str, rule: str, offsets: np.ndarray | None = None) -> None:
+    """`good` [entries] is true everywhere, or the first bad entry is named (and its sample, if offsets are given)."""
+    if good.all():
+        return
+    index = int(np.argmin(good))
+    where = f"[{index}]"
+    if offsets is not None:
+        sample = int(np.searchsorted(offsets, index, side="right")) - 1
+        where = f" of sample {sample}, token {index - int(offsets[sample])},"
+    raise ValueError(
+        f"{name}{where} is {values[index]}: {rule}; {int((~good).sum())} of {len(good)} entries break this"
+    )

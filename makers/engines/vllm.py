@@ -1,0 +1,269 @@
+"""vLLM as an async rollout engine: one thread owns vLLM, callers wait on futures.
+
+Guarantees, beside those of makers/engines/engine.py:
+1. Every call into vLLM happens on one thread; between two steps it takes what was asked meanwhile, in order.
+2. A group's caller is woken when the last of its samples ends; no other work is done for it per step.
+3. After an exception inside a step (vLLM cannot go on after one) every waiting and later call raises InfraFailure.
+4. New weights are unpacked and verified off that thread: generation stops only for the load itself.
+
+CPU is what has been measured. On GPU the same code runs with other settings (`engine_arguments`); it has not been run
+on one yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from buffer.records import InfraFailure
+from makers.config import VllmEngine
+from makers.engines.engine import NO_VERSION, GroupRequest, Sample
+from weights.manifest import Manifest, check_coverage
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 30.0  # longer than any single step or load should take
+
+
+@dataclass
+class _Counters:
+    tokens_generated: int = 0
+    seconds_generating: float = 0.0
+    seconds_idle: float = 0.0
+    seconds_sync_pause: float = 0.0
+
+
+@dataclass
+class _Update:
+    version: int
+    tensors: dict[str, Any]
+    between_groups: bool
+    done: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+
+
+@dataclass
+class _Addition:
+    group: int
+    request: GroupRequest
+    done: concurrent.futures.Future[list[Sample]] = field(default_factory=concurrent.futures.Future)
+
+
+class InProcessVllm:
+    """The Engine protocol on vLLM's own LLMEngine, in this process."""
+
+    def __init__(
+        self,
+        config: VllmEngine,
+        model_path: str,
+        *,
+        threads: int,
+        seed: int,
+        recompute: bool,
+        core: Callable[..., Any] | None = None,
+    ) -> None:
+        self.max_model_len = config.max_model_len
+        self._config = config
+        self._model_path = model_path
+        self._threads = threads
+        self._seed = seed
+        self._recompute = recompute
+        self._make_core = core or _vllm_core
+        self._core: Any = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: dict[int, _Addition] = {}  # groups in the core
+        self._held: deque[_Addition] = deque()  # groups that let an update go first
+        self._update: _Update | None = None  # waits for the running groups to end
+        self._next_group = 0
+        self._state = "new"
+        self._cause = ""
+        self._counters = _Counters()
+        self._thread = threading.Thread(target=self._live, name="vllm", daemon=True)
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    async def start(self) -> None:
+        self._state = "starting"
+        self._thread.start()
+        await asyncio.wrap_future(self._started)
+
+    async def generate(self, request: GroupRequest) -> list[Sample]:
+        self._require_alive()
+        call = _Addition(self._next_group, request)
+        self._next_group += 1
+        self._inbox.put(lambda: self._add(call))
+        try:
+            return await self._answer(call.done)
+        except asyncio.CancelledError:
+            self._inbox.put(lambda: self._abandon(call))
+            raise
+
+    async def load_weights(self, manifest: Manifest, buckets: Sequence[np.ndarray], *, between_groups: bool) -> None:
+        self._require_alive()
+        tensors = await asyncio.to_thread(self._verify, manifest, buckets)
+        update = _Update(manifest.version, tensors, between_groups)
+        self._inbox.put(lambda: self._take_update(update))
+        await self._answer(update.done)
+
+    @property
+    def version(self) -> int:
+        return NO_VERSION if self._core is None else int(self._core.version)
+
+    def status(self) -> dict[str, float | int | str | None]:
+        quarantined = self._core is not None and self._core.quarantined is not None
+        return {
+            "state": "quarantined" if self._state == "ready" and quarantined else self._state,
+            "version": self.version,
+            "running": len(self._calls) + len(self._held),
+            **vars(self._counters),
+        }
+
+    async def close(self) -> None:
+        if self._state in ("new", "closed"):
+            self._state = "closed"
+            return
+        self._inbox.put(self._stop)
+        await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise InfraFailure(f"vLLM's thread did not end within {CLOSE_SECONDS:g} s of close()")
+
+    def _require_alive(self) -> None:
+        if self._state != "ready":
+            raise InfraFailure(f"vLLM engine is {self._state}" + (f": {self._cause}" if self._cause else ""))
+
+    async def _answer(self, future: concurrent.futures.Future[Any]) -> Any:
+        # The thread may have ended between the check for life and the put: then nobody empties the inbox.
+        if not self._thread.is_alive() and not future.done():
+            self._require_alive()
+        return await asyncio.wrap_future(future)
+
+    def _verify(self, manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Any]:
+        from weights.packing import unpack
+
+        check_coverage(manifest, self._core.expected, what=f"the model in {self._model_path}")
+        return unpack(manifest, buckets)
+
+    # Below: on vLLM's thread only.
+
+    def _live(self) -> None:
+        """Consumes the inbox; produces finished groups; waits only when no group runs; unblocked by the inbox."""
+        try:
+            self._core = self._make_core(
+                self._config, self._model_path, threads=self._threads, seed=self._seed, recompute=self._recompute
+            )
+            self._state = "ready"
+        except BaseException as error:
+            self._state, self._cause = "broken", f"start failed: {error!r}"
+            self._started.set_exception(InfraFailure(f"vLLM did not start on {self._model_path}: {error!r}"))
+            return
+        self._started.set_result(None)
+        try:
+            while self._state == "ready":
+                self._take_inbox()
+                self._update_when_due()
+                self._step()
+        except BaseException as error:
+            logger.exception("vLLM failed inside a step")
+            self._state, self._cause = "broken", f"failed inside a step: {error!r}"
+        self._fail_waiting(InfraFailure(f"vLLM engine is {self._state}: {self._cause or 'closed'}"))
+        self._core.close()
+
+    def _take_inbox(self) -> None:
+        if not self._core.running and self._inbox.empty():
+            began = time.perf_counter()
+            act = self._inbox.get()
+            self._counters.seconds_idle += time.perf_counter() - began
+            act()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _step(self) -> None:
+        if not self._core.running or self._state != "ready":
+            return
+        began = time.perf_counter()
+        finished = self._core.step()
+        self._counters.seconds_generating += time.perf_counter() - began
+        for group, samples in finished:
+            self._counters.tokens_generated += sum(sample.token_ids.size for sample in samples)
+            _resolve(self._calls.pop(group).done, samples)
+
+    def _add(self, call: _Addition) -> None:
+        if self._update is not None:
+            self._held.append(call)
+            return
+        try:
+            self._core.add(call.group, call.request)
+        except Exception as error:
+            _reject(call.done, error)
+        else:
+            self._calls[call.group] = call
+
+    def _abandon(self, call: _Addition) -> None:
+        if call in self._held:
+            self._held.remove(call)
+        elif self._calls.pop(call.group, None) is not None:
+            self._core.abort(call.group)
+
+    def _take_update(self, update: _Update) -> None:
+        if self._update is not None:
+            _reject(self._update.done, InfraFailure(f"version {update.version} came before it was in use"))
+        self._update = update
+
+    def _update_when_due(self) -> None:
+        update = self._update
+        if update is None or (update.between_groups and self._core.running):
+            return
+        self._update = None
+        began = time.perf_counter()
+        try:
+            self._core.load(update.version, update.tensors)
+        except Exception as error:
+            logger.exception("loading version %d failed; nothing is generated until a whole version is in", update.version)
+            failure = InfraFailure(f"loading version {update.version} failed: {error!r}")
+            for group in self._core.abort_all():
+                _reject(self._calls.pop(group).done, failure)
+            _reject(update.done, failure)
+        else:
+            _resolve(update.done, None)
+        self._counters.seconds_sync_pause += time.perf_counter() - began
+        while self._held:
+            self._add(self._held.popleft())
+
+    def _stop(self) -> None:
+        self._state = "closed"
+
+    def _fail_waiting(self, failure: InfraFailure) -> None:
+        """Nobody waits any more: neither those in the core nor those still in the inbox."""
+        while not self._inbox.empty():
+            self._inbox.get()()
+        calls: list[Any] = [*self._calls.values(), *self._held, *([self._update] if self._update else [])]
+        for call in calls:
+            _reject(call.done, failure)
+        self._calls.clear()
+        self._held.clear()
+        self._update = None
+
+
+def _vllm_core(config: VllmEngine, model_path: str, *, threads: int, seed: int, recompute: bool) -> Any:
+    from makers.engines.vllm_core import VllmCore, prepare_environment
+
+    prepare_environment(threads)
+    return VllmCore(config, model_path, seed=seed, recompute=recompute)
+
+
+def _resolve(future: concurrent.futures.Future[Any], value: Any) -> None:
+    if not future.done():  # a caller that was cancelled no longer waits
+        future.set_result(value)
+
+
+def _reject(future: concurrent.futures.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

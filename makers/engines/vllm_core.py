@@ -1,0 +1,236 @@
+"""vLLM's own engine, in this process, with the semantics of rollouts. Synchronous; every method on one thread.
+
+How the guarantees of makers/engines/engine.py are kept here:
+- log-probs: `logprobs_mode="processed_logprobs"`, the sampled token's entry only, in vLLM's flat form.
+- versions: vLLM labels each step with the version set after an update; steps and updates alternate on one thread and
+  asynchronous scheduling is off (with it, a step launched under the old weights would get the new label).
+- updates: names, shapes and checksums are checked before the model is touched. A load that fails nevertheless puts
+  the module tree back together, but its values may be mixed, so the core is quarantined until a whole version is in.
+- prefixes: the cache key carries the version (`cache_salt`). With `recompute`, requests that are running at an update
+  drop their keys and values and compute them again under the new weights, so that every later token is exactly what
+  the new version says; without, they go on with the old keys and values.
+
+The samples of a group are separate requests, one seed each: vLLM's own `n` would seed them seed, seed+1, ..., which
+makes neighbouring groups share samples, and would return them all at the end only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from buffer.records import InfraFailure
+from makers.config import VllmEngine
+from makers.engines.engine import NO_VERSION, GroupRequest, Sample
+
+MAX_PREFILL_TOKENS = 2048  # of one step on CPU, unless a single prompt needs more
+
+
+def prepare_environment(threads: int) -> None:
+    """Settings that vLLM and torch read when they are imported."""
+    os.environ.update(
+        OMP_NUM_THREADS=str(threads),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_gib
+    import torch
+
+    torch.set_num_threads(threads)
+    if not torch.cuda.is_available():
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the first step waits for a C++ compiler
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in a checkpoint folder, as an update must cover them."""
+    import json
+
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    if json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)  # some checkpoints store the tied layer twice
+    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+class _Group:
+    """A group in the engine: its samples arrive one by one."""
+
+    def __init__(self, request: GroupRequest, requests: list[str]) -> None:
+        self.requests = requests
+        self.samples: list[Sample | None] = [None] * len(request.seeds)
+        self.missing = len(request.seeds)
+
+
+class VllmCore:
+    """Groups in, finished groups out, one `step` at a time."""
+
+    def __init__(self, config: VllmEngine, model_path: str, *, seed: int, recompute: bool) -> None:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.expected = checkpoint_shapes(Path(model_path))
+        self.version = NO_VERSION
+        self.quarantined: str | None = None  # why nothing may be generated
+        self._recompute = recompute
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config, model_path, seed)))
+        self._groups: dict[int, _Group] = {}
+        self._owner: dict[str, tuple[int, int]] = {}  # request -> group, index of the sample
+        self._next_request = 0
+
+    @property
+    def running(self) -> int:
+        """Groups that are not finished."""
+        return len(self._groups)
+
+    def add(self, group: int, request: GroupRequest) -> None:
+        """Enter a group. Raises ValueError when vLLM refuses it, and then none of it has entered."""
+        if self.quarantined is not None:
+            raise InfraFailure(f"engine is quarantined: {self.quarantined}")
+        from vllm.inputs import TokensPrompt
+
+        entered: list[str] = []
+        try:
+            for index, seed in enumerate(request.seeds):
+                name = f"{group}/{index}/{self._next_request}"
+                self._next_request += 1
+                prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=str(self.version))
+                self._engine.add_request(name, prompt, _sampling_params(request, seed))
+                entered.append(name)
+                self._owner[name] = (group, index)
+        except BaseException:
+            self._forget(entered)
+            raise
+        self._groups[group] = _Group(request, entered)
+
+    def step(self) -> list[tuple[int, list[Sample]]]:
+        """One forward pass of everything that runs. Returns the groups whose last sample ended in it.
+
+        An exception from here is final: vLLM cannot go on after one.
+        """
+        finished = []
+        for output in self._engine.step():
+            group, index = self._owner.pop(output.request_id)
+            state = self._groups[group]
+            state.samples[index] = _sample(output.outputs[0])
+            state.missing -= 1
+            if state.missing == 0:
+                del self._groups[group]
+                finished.append((group, [sample for sample in state.samples if sample is not None]))
+        return finished
+
+    def abort(self, group: int) -> None:
+        """Take a group out, if it is still in."""
+        state = self._groups.pop(group, None)
+        if state is not None:
+            self._forget(state.requests)
+
+    def abort_all(self) -> list[int]:
+        """Take every group out, and say which there were."""
+        groups = list(self._groups)
+        for group in groups:
+            self.abort(group)
+        return groups
+
+    def load(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Replace all weights. `tensors` has been checked against `expected`; see `quarantined` for what may remain."""
+        self.quarantined = f"loading version {version} of the weights did not finish"
+        self._engine.collective_rpc(_load_in_worker, args=(list(tensors.items()),))
+        self._engine.set_weight_version(str(version))
+        self._engine.reset_prefix_cache(reset_running_requests=self._recompute)
+        self.version = version
+        self.quarantined = None
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _forget(self, requests: Sequence[str]) -> None:
+        alive = [name for name in requests if self._owner.pop(name, None) is not None]
+        self._engine.abort_request(alive)
+
+
+def engine_arguments(config: VllmEngine, model_path: str, seed: int) -> dict[str, Any]:
+    """What vLLM is started with, by device. `extra` of the config has the last word."""
+    import torch
+
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "seed": seed % 2**31,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if torch.cuda.is_available():
+        device: dict[str, Any] = {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enforce_eager": bool(config.enforce_eager),
+        }
+    else:
+        device = {
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "enforce_eager": config.enforce_eager is not False,
+            # A seeded request whose prompt is computed in chunks ends vLLM's engine on CPU, so prompts go in whole.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, config.max_model_len),
+            "block_size": 32,  # the smallest the CPU kernels like: short prompts are shared within a group
+        }
+    return {**arguments, **device, **config.extra}
+
+
+def _sampling_params(request: GroupRequest, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        seed=seed,
+        stop=list(request.stop),
+        detokenize=bool(request.stop),  # text is needed to look for stop strings, and for nothing else
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sample(completion: Any) -> Sample:
+    token_ids = np.asarray(completion.token_ids, np.int32)
+    logprobs = np.asarray(completion.logprobs.logprobs, np.float32)
+    versions = np.empty(token_ids.size, np.int32)
+    for span in completion.weight_versions:
+        versions[span.start : span.end] = int(span.version)
+    return Sample(token_ids, logprobs, versions, completion.finish_reason == "length")
+
+
+def _load_in_worker(worker: Any, weights: list[tuple[str, Any]]) -> None:
+    """Runs inside vLLM's worker: load through its layerwise reload, and mend the module tree if that fails."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    model = worker.model_runner.get_model()
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    except BaseException:
+        # vLLM leaves half the modules on the meta device; a later load would fail or, worse, mix old pieces in.
+        for module in model.modules():
+            info = layerwise.get_layerwise_info(module)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(module, info)
+                info.reset()
+        layerwise.LOADING_LAYERS.clear()
+        raise

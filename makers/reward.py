@@ -1,0 +1,132 @@
+"""The reward maker: scores the samples of a row with weighted functions, each called in a killable process.
+
+Guarantees: `rewards[i]` is the weighted sum over the functions for sample i, finite; whatever a function does (raises,
+returns NaN or the wrong number, prints, ends its process, never returns), the row fails as data with the function, the
+row and the reason named, and the next row is scored. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from buffer.records import DataFailure, InfraFailure, Lease, Produced
+from makers.config import RewardMaker as RewardMakerConfig
+from makers.maker import Columns
+from makers.rewards.pool import Scores, WorkerPool
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class RewardMaker:
+    """Fills the stage `reward`: `rewards` float32 [samples] and, unweighted, `reward/NAME` float32 [samples] each."""
+
+    stage = "reward"
+    needs = ("rollout",)
+
+    def __init__(self, config: RewardMakerConfig, *, name: str, model_path: str) -> None:
+        self.slots = config.slots
+        self._name = name
+        self._model_path = model_path
+        self._weights = np.array([function.weight for function in config.functions])  # [functions]
+        self._pool = WorkerPool(config.functions, workers=config.workers, start_timeout=config.start_timeout)
+        self._decode: Decode
+        self._running = 0
+        self._rows = 0
+        self._samples = 0
+        self._seconds = 0.0
+
+    async def start(self) -> None:
+        """Load the tokenizer and start the processes. Raises InfraFailure."""
+        try:
+            self._decode = load_decoder(self._model_path)
+        except Exception as error:
+            raise InfraFailure(f"{self._name}: no tokenizer in {self._model_path}: {error}") from error
+        await self._pool.start()
+
+    async def make(self, lease: Lease, inputs: Mapping[str, Columns]) -> tuple[Produced, Columns]:
+        """Raises DataFailure (this row cannot be scored), InfraFailure (no process could be started)."""
+        self._running += 1
+        try:
+            return await self._score(lease, inputs["rollout"])
+        finally:
+            self._running -= 1
+
+    def status(self) -> dict[str, float | int | str | None]:
+        """`seconds_scoring` is the time inside the functions."""
+        return {
+            **self._pool.status(),
+            "running": self._running,
+            "rows_scored": self._rows,
+            "samples_scored": self._samples,
+            "seconds_scoring": self._seconds,
+        }
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _score(self, lease: Lease, rollout: Columns) -> tuple[Produced, Columns]:
+        start = time.perf_counter()
+        completions = split_and_decode(self._decode, rollout["response_ids"], rollout["response_offsets"])
+        decoding = time.perf_counter() - start
+        where = f"row {lease.row_id} (prompt {lease.prompt.id})"
+        scores = await self._pool.score(where, completions, lease.prompt.content, lease.prompt.fields)
+        columns = self._columns(scores, where)
+        seconds = decoding + sum(scores.seconds)
+        self._rows += 1
+        self._samples += len(completions)
+        self._seconds += seconds
+        produced = Produced(
+            samples=len(completions),
+            tokens=0,
+            nbytes=sum(column.nbytes for column in columns.values()),
+            seconds=seconds,
+            stats=_stats(columns),
+        )
+        return produced, columns
+
+    def _columns(self, scores: Scores, where: str) -> Columns:
+        values = np.array(scores.values, dtype=np.float64)  # [functions, samples]
+        with np.errstate(over="ignore"):  # an overflow is reported below, with its row
+            rewards = (self._weights @ values).astype(np.float32)
+        if not np.isfinite(rewards).all():
+            raise DataFailure(f"{where}: the weighted sum of its rewards is not finite: {rewards.tolist()}")
+        columns = {"rewards": rewards}
+        for label, row in zip(self._pool.labels, values, strict=True):
+            columns[f"reward/{label}"] = row.astype(np.float32)
+        return columns
+
+
+def split_and_decode(decode: Decode, ids: np.ndarray, offsets: np.ndarray) -> list[str]:
+    """ids int32 [tokens], offsets int64 [samples + 1] -> the text of each sample."""
+    flat, bounds = ids.tolist(), offsets.tolist()
+    return [decode(flat[begin:end]) for begin, end in itertools.pairwise(bounds)]
+
+
+def load_decoder(model_path: str) -> Decode:
+    """Token ids -> text without special tokens. tokenizer.json is read directly; other formats through transformers."""
+    file = Path(model_path) / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(model_path)
+    return lambda ids: str(slow.decode(list(ids), skip_special_tokens=True))
+
+
+def _stats(columns: Columns) -> dict[str, float]:
+    rewards = columns["rewards"].astype(np.float64)
+    means = {name: float(values.mean(dtype=np.float64)) for name, values in columns.items() if name != "rewards"}
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),  # population
+        "reward_max": float(rewards.max()),
+        **means,
+    }

@@ -1,0 +1,176 @@
+"""Whole runs of a tiny model through the command line: real Ray, real vLLM, real Megatron-core."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+TANDEM = str(Path(sys.executable).with_name("tandem"))
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = str(REPOSITORY / "configs/tiny.yaml")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def tandem(folder: Path, *args: str, code: int = 0, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([TANDEM, *args], cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == code, f"{args} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def status(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads(tandem(folder, "status", name, "--json").stdout)
+
+
+def wait_until(folder: Path, name: str, wanted: Any, timeout: float = 120) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout
+    while not wanted(found := status(folder, name)):
+        assert time.monotonic() < deadline, f"run {name} did not get there: {found}"
+        assert found["state"] not in ("failed", "stopped"), found
+        time.sleep(0.5)
+    return found
+
+
+def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / name / "events.jsonl").read_text().splitlines()]
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Every process whose environment names the run's token: its cluster, its actors and what they started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RAY_AUTH_TOKEN_PATH", "").startswith(str(run)):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_nothing_left(run: Path) -> None:
+    deadline = time.monotonic() + 30
+    while (left := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not left, [process.cmdline() for process in left]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    for process in processes_of(tmp_path / "runs"):
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run from start to end, looked at by several tests."""
+    folder = tmp_path_factory.mktemp("finished")
+    tandem(folder, "run", TINY)
+    return folder
+
+
+def test_a_run_ends_at_its_last_step_and_leaves_no_process(finished: Path) -> None:
+    found = status(finished, "tiny")
+    assert (found["state"], found["step"], found["steps"]) == ("done", 4, 4)
+    assert_nothing_left(finished / "runs" / "tiny")
+
+
+def test_the_ledger_closes_in_rows_and_tokens(finished: Path) -> None:
+    ledger = status(finished, "tiny")["ledger"]
+    for unit in ("rows", "tokens"):
+        counted = ledger[unit]
+        assert counted["admitted"] == counted["trained"] + sum(counted["dropped"].values()) + counted["in_flight"]
+    assert ledger["rows"]["trained"] == 4 * 4
+
+
+def test_every_step_has_metrics_within_the_staleness_bound(finished: Path) -> None:
+    steps = metrics(finished, "tiny")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["staleness/max"] <= 1 for step in steps)
+    assert [step["version/trainer"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["bound_by"] in ("maker", "trainer", "reward", "sync") for step in steps)
+    assert len(steps[0]) < 60
+
+
+def test_trainer_and_maker_agree_on_the_log_probs(finished: Path) -> None:
+    first = metrics(finished, "tiny")[0]
+    assert 0 <= first["mismatch/kl"] < 1e-3
+
+
+def test_the_sampled_rows_are_on_disk_with_text_tokens_and_versions(finished: Path) -> None:
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(finished / "runs/tiny/rows/step-000001.parquet")
+    assert table.num_rows == 4 * 4
+    record = table.to_pylist()[0]
+    assert len(record["response_ids"]) == len(record["behaviour_logprobs"]) == len(record["policy_versions"])
+    assert set(record["policy_versions"]) <= {0, 1}
+
+
+def test_the_report_stands_alone(finished: Path) -> None:
+    page = (finished / "runs/tiny/report.html").read_text()
+    assert "<svg" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_name_in_use_is_refused_before_anything_starts(finished: Path) -> None:
+    done = tandem(finished, "run", TINY, code=2)
+    assert "run name `tiny` is in use" in done.stderr
+    assert "tandem resume" in done.stderr
+
+
+def test_logs_and_list_show_the_run(finished: Path) -> None:
+    assert "maker-rollout-0" in tandem(finished, "logs", "tiny").stdout
+    assert "tiny" in tandem(finished, "list").stdout
+    assert "has no log of `nobody`" in tandem(finished, "logs", "tiny", "nobody", code=2).stderr
+
+
+def test_resume_goes_on_from_the_checkpoint_and_export_loads_in_transformers(finished: Path) -> None:
+    assert "nothing is left to do" in tandem(finished, "resume", "runs/tiny", code=2).stderr
+    tandem(finished, "resume", "runs/tiny", "--set", "trainers.policy.steps=6")
+    steps = metrics(finished, "tiny")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["version/trainer"] == 6
+    tandem(finished, "export", "runs/tiny", "exported")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(finished / "exported")
+    assert model.config.model_type == "llama"
+
+
+def test_killing_a_maker_ends_the_run_with_its_name_in_seconds(workplace: Path) -> None:
+    tandem(workplace, "run", TINY, "--detach", "--set", "trainers.policy.steps=100000")
+    found = wait_until(workplace, "tiny", lambda s: s["state"] == "running" and s["step"] >= 1)
+    victim = next(actor for actor in found["actors"] if actor["name"] == "maker/rollout/0")
+    os.kill(victim["pid"], signal.SIGKILL)
+    killed = time.monotonic()
+    while (found := status(workplace, "tiny"))["state"] not in ("failed", "done"):
+        assert time.monotonic() - killed < 20
+    assert found["state"] == "failed"
+    assert found["cause"].startswith("maker/rollout/0: its process died")
+    assert_nothing_left(workplace / "runs" / "tiny")
+
+
+def test_stop_drains_writes_a_checkpoint_and_leaves_nothing(workplace: Path) -> None:
+    tandem(workplace, "run", TINY, "--detach", "--set", "trainers.policy.steps=100000")
+    wait_until(workplace, "tiny", lambda s: s["step"] >= 1)
+    tandem(workplace, "stop", "tiny")
+    found = status(workplace, "tiny")
+    assert found["state"] == "stopped"
+    meta = json.loads((workplace / f"runs/tiny/checkpoints/step-{found['step']:06d}/meta.json").read_text())
+    assert meta["step"] == found["step"]
+    assert_nothing_left(workplace / "runs" / "tiny")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer.columns import nbytes, validate_columns
+from buffer.records import Lease, Prompt
+
+
+def lease(stage: str, samples: int = 2, min_version: int = 3) -> Lease:
+    return Lease(7, 12, stage, "maker/rollout/0", Prompt("p12", "x"), min_version, 1, samples, 10.0)
+
+
+def rollout(**changes: Any) -> dict[str, np.ndarray]:
+    """Two samples of 2 and 3 tokens."""
+    columns = {
+        "prompt_ids": np.array([1, 2], np.int32),
+        "response_ids": np.array([5, 6, 7, 8, 9], np.int32),
+        "response_offsets": np.array([0, 2, 5], np.int64),
+        "behaviour_logprobs": np.array([-0.5, 0.0, -1.0, -2.0, -0.1], np.float32),
+        "policy_versions": np.array([3, 4, 3, 3, 5], np.int32),
+        "finish_reasons": np.array([0, 1], np.int8),
+    }
+    return {**columns, **changes}
+
+
+def test_a_good_rollout_and_a_good_reward_pass_and_their_bytes_are_counted():
+    validate_columns(lease("rollout"), rollout(), 2)
+    rewards = {"rewards": np.array([1.0, 0.0], np.float32), "reward/exact": np.array([1.0, 0.0], np.float32)}
+    validate_columns(lease("reward"), rewards, 2)
+    assert nbytes(rollout()) == 2 * 4 + 5 * 4 + 3 * 8 + 5 * 4 + 5 * 4 + 2
+    assert nbytes(rewards) == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"response_ids": np.arange(6, dtype=np.int32)},
+            "response_offsets run from 0 to 5, not from 0 to the 6 response_ids",
+        ),
+        ({"response_offsets": np.array([0, 0, 5])}, "sample 0 has 0 response tokens"),
+        ({"response_offsets": np.array([0, 6, 5])}, "sample 1 has -1 response tokens"),
+        ({"response_offsets": np.array([0, 5])}, "response_offsets has 2 entries, not 3"),
+        ({"finish_reasons": np.array([0], np.int8)}, "finish_reasons has 1 entries, not 2 (one for each sample)"),
+        ({"finish_reasons": np.array([0, 2], np.int8)}, "finish_reasons[1] is 2"),
+        ({"behaviour_logprobs": np.zeros(4, np.float32)}, "behaviour_logprobs has 4 entries, not 5"),
+        ({"behaviour_logprobs": np.zeros(5, np.float64)}, "behaviour_logprobs has dtype float64, not float32"),
+        (
+            {"behaviour_logprobs": np.array([-1, -1, -1, np.nan, -1], np.float32)},
+            "behaviour_logprobs of sample 1, token 1, is nan: a log-prob is finite and <= 0; 1 of 5",
+        ),
+        ({"behaviour_logprobs": np.array([-1, -np.inf, 0, 0, 0], np.float32)}, "of sample 0, token 1, is -inf"),
+        ({"behaviour_logprobs": np.array([0.2, 0.9, 0.1, 0.5, 0.3], np.float32)}, "is 0.2"),
+        (
+            {"policy_versions": np.array([3, 3, 3, 2, 3], np.int32)},
+            "policy_versions of sample 1, token 1, is 2: the lease",
+        ),
+        ({"policy_versions": np.array([3, 3, 4, 3, 3], np.int32)}, "versions only grow within a sample"),
+        ({"prompt_ids": np.array([], np.int32)}, "prompt_ids is empty"),
+        ({"response_ids": np.array([5, 6, -1, 8, 9], np.int32)}, "response_ids[2] is -1"),
+        ({"prompt_ids": [1, 2]}, "prompt_ids is a list, not a numpy array"),
+        ({"prompt_ids": np.ones((2, 1), np.int32)}, "prompt_ids has shape (2, 1)"),
+        ({"extra": np.ones(2)}, "the columns are"),
+    ],
+)
+def test_a_bad_rollout_is_refused_with_row_prompt_and_the_entry(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as error:
+        validate_columns(lease("rollout"), rollout(**changes), 2)
+    assert str(error.value).startswith("row 12 (prompt 'p12'), rollout: ")
+    assert message in str(error.value)
+
+
+def test_a_rounding_error_above_zero_is_accepted_and_a_version_may_differ_between_samples():
+    logprobs = np.array([-0.5, 3e-5, -1.0, -2.0, -0.1], np.float32)
+    validate_columns(lease("rollout"), rollout(behaviour_logprobs=logprobs), 2)
+    validate_columns(lease("rollout"), rollout(policy_versions=np.array([9, 9, 3, 3, 3], np.int32)), 2)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "no columns"),
+        ({"rewards": np.ones(3, np.float32)}, "rewards has 3 entries for 2 samples"),
+        ({"rewards": np.array([1, np.nan], np.float32)}, "rewards[1] is nan"),
+        ({"rewards": np.ones(2, np.float32), "reward/a": np.ones(2)}, "reward/a has dtype float64, not float32"),
+        ({"rewards": np.ones(2, np.float32), "score": np.ones(2, np.float32)}, "the columns are ['rewards', 'score']"),
+    ],
+)
+def test_a_bad_reward_is_refused(columns: dict[str, np.ndarray], message: str):
+    with pytest.raises(ValueError) as error:
+        validate_columns(lease("reward"), columns, 2)
+    assert message in str(error.value)
+
+
+def test_a_stage_of_a_custom_maker_may_hold_any_flat_numbers():
+    validate_columns(lease("critique"), {"scores": np.ones(7), "flags": np.array([True])}, 2)
+    with pytest.raises(ValueError, match="not one dimension of numbers"):
+        validate_columns(lease("critique"), {"words": np.array(["a"])}, 2)

@@ -1,0 +1,118 @@
+"""The plan: its numbers, and everything it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from topology.config import ConfigError, RunConfig, load_config
+from topology.models import ModelInfo
+from topology.plan import Capacity, make_plan
+
+SMOL = ModelInfo(
+    family="llama",
+    layers=30,
+    hidden=576,
+    intermediate=1536,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    vocab=49152,
+    tied=True,
+    max_positions=8192,
+    parameters=134_515_008,
+    has_chat_template=True,
+)
+ROOMY = Capacity(cpus=64, gpus=0, memory_gib=256, what="this machine")
+
+
+def demo(*overrides: str) -> RunConfig:
+    return load_config("configs/demo.yaml", overrides)
+
+
+def test_the_plan_names_every_actor_and_does_the_arithmetic() -> None:
+    plan = make_plan(demo("makers.rollout.replicas=2", "weights.every=2", "trainers.policy.steps=20"), SMOL, ROOMY)
+    assert [actor.name for actor in plan.actors] == [
+        "supervisor",
+        "buffer",
+        "weights",
+        "trainer/policy",
+        "trainer/policy/rank/0",
+        "maker/rollout/0",
+        "maker/rollout/1",
+        "maker/reward/0",
+    ]
+    assert plan.cpus == pytest.approx(3.1)
+    assert plan.arithmetic["samples per step"] == "8 groups x 8 samples = 64"
+    assert plan.arithmetic["rows per version"] == "8 groups x 2 step(s) = 16"
+    assert plan.arithmetic["rows in flight at most"] == "(max_staleness 1 + 1) x 16 = 32"
+    assert ("weights", "maker/rollout", "newest version") in plan.edges
+
+
+@pytest.mark.parametrize(
+    ("overrides", "staleness"),
+    [
+        (("buffer.max_staleness=0",), 0),
+        (("buffer.max_staleness=2",), 2),
+        (("buffer.max_staleness=2", "buffer.order=window", "buffer.window=7"), 3),
+        (("buffer.order=ready",), 1),
+    ],
+)
+def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], staleness: int) -> None:
+    assert make_plan(demo(*overrides), SMOL, ROOMY).worst_case_staleness == staleness
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("trainers.policy.minibatches=3",), "8 groups_per_step cannot be split into 3 equal minibatches"),
+        (("trainers.policy.backend.tensor_parallel=2",), "2 ranks asked for, only 1 is supported"),
+        (("makers={rollout: {kind: rollout}}",), "no group provides `reward`"),
+        (
+            ("makers={reward: {kind: reward, functions: [{name: exact_match}]}}",),
+            "no group provides `rollout`",
+        ),
+        (("makers.rollout.sampling.max_tokens=256",), "256 leaves no room for a prompt in engine.max_model_len 256"),
+        (("makers.rollout.engine.max_model_len=10000",), "10000 is more than the model's 8192 positions"),
+        (("makers.rollout.sampling.n=80",), "one group of 80 samples does not fit engine.max_num_seqs 64"),
+        (("makers.rollout.sampling.temperature=0",), "temperature 0 gives 8 equal samples"),
+        (("buffer.window=3",), "buffer.window: 3 is read only with `order: window`"),
+        (("weights.every=50",), "no version would ever be published"),
+        (("evaluation.at_start=false", "evaluation.at_end=false"), "nothing would be evaluated"),
+        (
+            ("trainers.critic={algorithm: {type: grpo}, backend: {type: torch}, steps: 1}",),
+            "trainers.critic: only one trainer, named `policy`",
+        ),
+        (
+            ("makers.other={kind: rollout, sampling: {n: 4, max_tokens: 8}}",),
+            r"all rollout groups need the same number of samples, got \[4, 8\]",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_with_numbers_and_remedy(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(demo(*overrides), SMOL, ROOMY)
+
+
+def test_a_model_family_that_megatron_cannot_load_is_refused_with_the_supported_ones() -> None:
+    with pytest.raises(ConfigError, match="family `gpt2` is not supported.*llama, qwen2, qwen3"):
+        make_plan(demo(), replace(SMOL, family="gpt2"), ROOMY)
+
+
+def test_more_actors_than_the_cluster_holds_are_refused_with_the_sum() -> None:
+    small = Capacity(cpus=4, gpus=0, memory_gib=256, what="the cluster at 10.0.0.1:6379")
+    with pytest.raises(
+        ConfigError, match=r"needs 6\.1 CPUs \(5 x rollout, 1 x reward, trainer\), the cluster at .* has 4"
+    ):
+        make_plan(demo("makers.rollout.replicas=5"), SMOL, small)
+
+
+def test_more_memory_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"memory: the plan needs about .* GiB .* this machine has 8\.0"):
+        make_plan(demo("makers.rollout.replicas=20"), SMOL, replace(ROOMY, memory_gib=8))
+
+
+def test_gpus_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match="needs 1 GPUs"):
+        make_plan(demo("makers.rollout.resources={gpus: 1}"), SMOL, ROOMY)

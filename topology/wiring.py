@@ -1,0 +1,85 @@
+"""Giving a trainer its collaborators: drawing the edges of the picture for one trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from topology.handles import RayPublisher, RayRows, RayWorker
+from topology.plan import POLICY, rollout_of, worst_case_staleness
+from topology.runs import RunFolder
+from trainers.checkpoints import Checkpointer
+from trainers.metrics import MetricsBuilder
+from trainers.planner import StepPlanner
+from trainers.ports import Deadlines, Evaluation, Schedule
+from trainers.rank_group import RankGroup
+from trainers.recorder import open_recorder
+from trainers.rows_writer import RowsWriter, load_decoder
+from trainers.trainer import Trainer
+
+CALL = 60.0  # seconds for a call that only asks or tells
+MAKER_STATUS = 2.0  # seconds after which a maker's last status has to do
+
+
+def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
+    """The trainer `policy` of the run that `shell` (a TrainerActor) belongs to."""
+    config, folder = shell.config, RunFolder(Path(shell.identity.folder))
+    settings = config.trainers[POLICY]
+    makers = [f"maker/{group}/{i}" for group, maker in config.makers.items() for i in range(maker.replicas)]
+    writer = None
+    if config.rows.every is not None:
+        writer = RowsWriter(folder.rows, config.rows.every, load_decoder(Path(shell.identity.model_path)))
+    return Trainer(
+        settings,
+        planner=StepPlanner(settings, rollout_of(config).sampling.max_tokens),
+        ranks=RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], config.limits.step),
+        rows=RayRows(shell.peer("buffer"), CALL),
+        weights=RayPublisher(shell.peer("weights"), config.weights.timeout),
+        makers=MakerStatuses({name: shell.peer(name) for name in makers}),
+        recorder=open_recorder(
+            folder.path, config.metrics, name=config.name, run_config=config.model_dump(mode="json")
+        ),
+        metrics=MetricsBuilder(),
+        checkpointer=Checkpointer(folder.checkpoints, config.checkpoint.keep),
+        schedule=Schedule(config.weights.every, config.checkpoint.every, config.checkpoint.at_end),
+        deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=CALL),
+        max_age=worst_case_staleness(config),
+        evaluation=_evaluation(config),
+        rows_writer=writer,
+        start_step=start_step,
+    )
+
+
+class MakerStatuses:
+    """Statuses of all makers by name; of one that is busy or gone, its last."""
+
+    def __init__(self, actors: dict[str, Any]) -> None:
+        self._actors = actors
+        self._last: dict[str, dict[str, Any]] = {}
+
+    async def __call__(self) -> dict[str, dict[str, Any]]:
+        async def ask(name: str, actor: Any) -> None:
+            self._last[name] = await asyncio.wait_for(actor.status.remote(), MAKER_STATUS)
+
+        asked = [ask(name, actor) for name, actor in self._actors.items()]
+        await asyncio.gather(*asked, return_exceptions=True)  # the supervisor is who watches over makers
+        return dict(self._last)
+
+
+def _evaluation(config: Any) -> Evaluation | None:
+    from makers.prompts import take
+
+    wanted = config.evaluation
+    if wanted is None:
+        return None
+    return Evaluation(
+        prompts=take(wanted.prompts, wanted.size),
+        samples=wanted.samples,
+        every=wanted.every,
+        at_start=wanted.at_start,
+        at_end=wanted.at_end,
+        timeout=wanted.timeout,
+        seed=config.seed,
+    )

@@ -1,0 +1,126 @@
+"""Checkpoints of a Megatron learner: model, optimizer and random states, through Megatron's distributed checkpoint.
+
+Guarantees: a folder appears complete or not at all; restoring continues bit by bit; a folder that is missing, incomplete
+or of another model is refused with the reason, and nothing is loaded from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from trainers.checkpoints import CheckpointError
+from trainers.megatron.optimizer import materialise_state, separate_steps
+
+MODEL_FILE = "model.json"
+
+
+def save(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
+    """Collective. Raises OSError when the disk is full; what was there before stays as it was."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    if _is_first():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    materialise_state(optimizer)
+    metadata = _metadata()
+    stored = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    state = _sharded_state(model, optimizer, metadata, loading=False)
+    dist_checkpointing.save(state, str(partial), ("torch_dist", 1), content_metadata=stored)
+    dist.barrier()
+    if _is_first():
+        (partial / MODEL_FILE).write_text(json.dumps(fingerprint(hf_config)))
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial, folder)
+    dist.barrier()
+
+
+def restore(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
+    """Collective. Raises CheckpointError."""
+    check(folder, hf_config)
+    materialise_state(optimizer)
+    metadata = _metadata()
+    try:
+        state = dist_checkpointing.load(_sharded_state(model, optimizer, metadata, loading=True), str(folder))
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    separate_steps(optimizer)
+    random = state["random"][0]
+    torch.set_rng_state(random["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(random["tracker"])
+
+
+def check(folder: Path, hf_config: Any) -> None:
+    """Refuse what is no checkpoint of this model, before anything is loaded."""
+    file = folder / MODEL_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{folder} is not a complete checkpoint of a learner: it has no {MODEL_FILE}")
+    try:
+        stored = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file} is broken: {error}") from error
+    expected = fingerprint(hf_config)
+    different = [name for name, value in expected.items() if stored.get(name) != value]
+    if different:
+        changes = ", ".join(f"{name} {stored.get(name)} there, {expected[name]} here" for name in different)
+        raise CheckpointError(f"{folder} is of another model: {changes}")
+
+
+def fingerprint(hf_config: Any) -> dict[str, Any]:
+    """What must be equal for a checkpoint to fit a model."""
+    names = (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+    )
+    return {name: getattr(hf_config, name) for name in names}
+
+
+def _sharded_state(model: Any, optimizer: Any, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+    random = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
+    state["random"] = ShardedObject(
+        "random",
+        [random],
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (pipeline_rank, tensor_rank),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return state
+
+
+def _metadata() -> dict[str, Any]:
+    """The layout of the optimizer's state that reshards to any parallelism."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _is_first() -> bool:
+    return dist.get_rank() == 0

@@ -1,0 +1,222 @@
+"""The Megatron-core learner: one rank of a policy under training.
+
+Guarantees, all asserted by tests: loss and gradients equal those of plain torch (`trainers/torch_learner.py`) whatever
+the layout of the micro-batches, and a restored checkpoint continues bit by bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from trainers.megatron import checkpoint, cpu, optimizer
+    from trainers.megatron.attention import PackedLayout, rotary_tables
+    from trainers.megatron.model import (
+        build_bridge,
+        build_model,
+        export_weights,
+        load_weights,
+        read_config,
+        substituted,
+    )
+    from trainers.megatron.process_group import join, leave
+
+from trainers.algorithms.factory import build_algorithm
+from trainers.batch import Columns, StepPlan
+from trainers.config import MegatronBackend, TrainerConfig
+from trainers.huggingface import save_huggingface
+from trainers.learner import StepResult
+from trainers.packing import PackedBatch
+from trainers.rank import Rendezvous
+from trainers.step import LossFunction, Stepper
+
+
+class MegatronLearner:
+    """Implements `trainers.learner.Learner`."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model_path: Path,
+        rendezvous: Rendezvous,
+        *,
+        seed: int,
+        failures_folder: Path | None = None,
+    ) -> None:
+        assert isinstance(config.backend, MegatronBackend)
+        self._config = config
+        self._model_path = model_path
+        self._rendezvous = rendezvous
+        self._seed = seed
+        self._algorithm = build_algorithm(config.algorithm)
+        self._hf_config = read_config(model_path)
+        self._failures_folder = failures_folder
+
+    def start(self) -> None:
+        backend = self._config.backend
+        if not torch.cuda.is_available():
+            cpu.install()
+        optimizer.install_checkpoint_fixes()
+        join(self._rendezvous, backend, self._seed)
+        self.policy = MegatronPolicy(self._config, self._model_path, self._hf_config, self._algorithm.needs_reference)
+        self._stepper = Stepper(
+            self.policy,
+            self._algorithm,
+            self._config.optimizer,
+            steps=self._config.steps,
+            failures_folder=self._failures_folder,
+        )
+
+    def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
+        return self._stepper.run(plan, rollouts)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return export_weights(self.policy.bridge, self.policy.model)
+
+    def save(self, folder: Path) -> None:
+        checkpoint.save(folder, self.policy.module, self.policy.optimizer, self._hf_config)
+
+    def restore(self, folder: Path) -> None:
+        checkpoint.restore(folder, self.policy.module, self.policy.optimizer, self._hf_config)
+
+    def export_huggingface(self, folder: Path) -> None:
+        save_huggingface(folder, self.weights(), self._model_path, write=self._rendezvous.rank == 0)
+
+    def close(self) -> None:
+        leave()
+
+
+class MegatronPolicy:
+    """Implements `trainers.step.Policy`: the model in DDP with its optimizer, and Megatron's schedule over micro-batches."""
+
+    def __init__(self, config: TrainerConfig, folder: Path, hf_config: Any, keep_start_weights: bool) -> None:
+        backend = config.backend
+        assert isinstance(backend, MegatronBackend)
+        dtype = getattr(torch, backend.dtype)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.share_prompt = backend.share_prompt
+        self.data_parallel_rank = parallel_state.get_data_parallel_rank()
+        self.bridge = build_bridge(hf_config, dtype, recompute=backend.recompute)
+        self.module = build_model(self.bridge)
+        load_weights(self.bridge, self.module, folder)
+        self.model = optimizer.wrap(self.module, distributed_optimizer=backend.distributed_optimizer)
+        self.optimizer = optimizer.build_optimizer(
+            config.optimizer, self.model, dtype, distributed_optimizer=backend.distributed_optimizer
+        )
+        self.module.config.finalize_model_grads_func = _sum_gradients
+        self._forward_backward = get_forward_backward_func()
+        self._start_weights = (
+            {name: p.detach().clone() for name, p in self.module.named_parameters()} if keep_start_weights else {}
+        )
+
+    def log_probs(self, batches: Sequence[PackedBatch], *, of_start_weights: bool = False) -> list[Tensor]:
+        results: list[Tensor] = []
+
+        def collect(output: Tensor, non_loss_data: bool = False) -> Tensor:
+            results.append(output[0])
+            return output[0]
+
+        with substituted(self.module, self._start_weights if of_start_weights else {}):
+            self._run(batches, lambda _: collect, forward_only=True)
+        return results
+
+    def accumulate_gradients(
+        self, batches: Sequence[PackedBatch], loss: LossFunction, *, entropy_gradient: bool
+    ) -> None:
+        def loss_of(number: int) -> Any:
+            def compute(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                return loss(number, output[0], output[1]), torch.tensor(1, dtype=torch.int), {}
+
+            return compute
+
+        self.module.entropy_gradient = entropy_gradient
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(batches, loss_of, forward_only=False)
+
+    def gradient_norm(self) -> float:
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def apply_gradients(self, norm: float, max_norm: float, lr: float) -> None:
+        optimizer.apply(self.optimizer, norm, max_norm, lr)
+
+    def reduce(
+        self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        if parallel_state.get_data_parallel_world_size() > 1:
+            return _reduce_over_ranks(sums, maxima)
+        return {k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()}
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The accumulated float32 gradients by Hugging Face name, for tests and debugging."""
+        gradients = {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
+        with substituted(self.module, gradients):
+            for name, tensor in export_weights(self.bridge, self.model):
+                yield name, tensor.clone()
+
+    def _run(self, batches: Sequence[PackedBatch], loss_of: Any, *, forward_only: bool) -> None:
+        def forward_step(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
+            number = next(numbers)
+            layout = self._layout(batches[number])
+            tokens = torch.as_tensor(batches[number].token_ids, device=self.device)[None]
+            output = model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=layout)
+            return output, loss_of(number)
+
+        self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(range(len(batches))),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=1,  # both are ignored: every micro-batch has a length of its own
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _layout(self, batch: PackedBatch) -> PackedLayout:
+        config = self.module.config
+        positions = torch.as_tensor(batch.positions, device=self.device)
+        cos, sin = rotary_tables(positions, config.kv_channels, self.bridge.hf_config.rope_theta, config.params_dtype)
+        return PackedLayout(
+            qkv_format="thd",
+            segments=batch.segments,
+            cos=cos,
+            sin=sin,
+            logit_rows=torch.as_tensor(batch.logit_rows, device=self.device),
+            targets=torch.as_tensor(batch.targets, device=self.device),
+        )
+
+
+def _sum_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """The loss is already divided by the global totals: gradients are summed over ranks, never scaled."""
+    finalize_model_grads(models, None, **kwargs)
+
+
+def _reduce_over_ranks(
+    sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    group = parallel_state.get_data_parallel_group()
+    gathered: list[Any] = [None] * group.size()
+    mine = ({k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()})
+    dist.all_gather_object(gathered, mine, group=group)
+    total: dict[str, float] = {}
+    top: dict[str, float] = {}
+    for theirs, highs in gathered:
+        for name, value in theirs.items():
+            total[name] = total.get(name, 0.0) + value
+        for name, value in highs.items():
+            top[name] = max(top.get(name, value), value)
+    return total, top

@@ -1,0 +1,108 @@
+"""Megatron's optimizer over DDP, and what it takes to use it with torch's Adam.
+
+The distributed optimizer without Transformer Engine or Apex has three faults in its checkpoints: its state cannot be
+read before the first step, the step of Adam cannot be loaded, and after loading all parameters share one step tensor,
+so that Adam's step grows by the number of parameters each time. `materialise_state` and `separate_steps` work around
+the first and the third, `_set_main_state` around the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from trainers.config import Optimizer
+
+
+def wrap(model: Any, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    """The model with float32 gradient buffers that are summed over data-parallel ranks."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, check_for_nan_in_grad=False
+    )
+    return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+
+
+def build_optimizer(
+    settings: Optimizer, model: DistributedDataParallel, dtype: torch.dtype, *, distributed_optimizer: bool
+) -> Any:
+    """AdamW with float32 main parameters; decoupled weight decay on matrices only."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.max_grad_norm,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed_optimizer,
+        ),
+        [model],
+    )
+    for inner in _parts(optimizer):
+        for group in inner.optimizer.param_groups:
+            group["fused"] = True  # one pass over the state instead of ten
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
+    return optimizer
+
+
+def apply(optimizer: Any, norm: float, max_norm: float, lr: float) -> None:
+    """Clip to `max_norm` and step, after `prepare_grads`."""
+    for inner in _parts(optimizer):
+        clip_grad_by_total_norm_fp32(inner.get_parameters(), max_norm=max_norm, total_norm=norm)
+        for group in inner.param_groups:
+            group["lr"] = lr
+    optimizer.step_with_ready_grads()
+
+
+def materialise_state(optimizer: Any) -> None:
+    """Give Adam the state of step 0 where it has none yet."""
+    for inner in _parts(optimizer):
+        for parameter in _parameters(inner):
+            state = inner.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def separate_steps(optimizer: Any) -> None:
+    """Give every parameter a step tensor of its own."""
+    for inner in _parts(optimizer):
+        for parameter in _parameters(inner):
+            state = inner.optimizer.state[parameter]
+            state["step"] = state["step"].clone()
+
+
+def install_checkpoint_fixes() -> None:
+    DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_state
+
+
+@torch.no_grad()
+def _set_main_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Load main parameter and moments; the step comes with the parameter groups and is not among `tensors`' targets."""
+    group, order = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group]["params"][order]
+    targets = {"param": main, **self.optimizer.state[main]}
+    for name, value in tensors.items():
+        if name in targets and name != "step":
+            targets[name].copy_(value)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _parameters(inner: Any) -> Iterator[Tensor]:
+    for group in inner.optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,219 @@
+"""One step of training, for every backend: proximal policy, reference, loss, gradient, optimizer, figures.
+
+Guarantees, all asserted by tests:
+
+1. The proximal log-probs are those of the weights at the start of the step, in all its minibatches.
+2. An optimizer step is taken only with a finite loss and a finite gradient, and only if the minibatch has a valid token.
+   What was not taken is reported with its reason.
+3. All ranks decide alike: they decide on figures that were summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainers.algorithms.base import Algorithm, LossTerms, TokenBatch
+from trainers.algorithms.metrics import MetricSums, finish, mismatch
+from trainers.batch import Columns, StepPlan
+from trainers.config import Optimizer
+from trainers.learner import StepResult
+from trainers.packing import PackedBatch, check_rollouts, pack_minibatch
+from trainers.schedule import learning_rate
+
+# (number of the micro-batch, log-probs [targets] with gradient, entropies [targets]) -> scalar loss
+LossFunction = Callable[[int, Tensor, Tensor], Tensor]
+
+
+class Policy(Protocol):
+    """A model with gradients and an optimizer, as a step needs it. Every method is collective."""
+
+    device: torch.device
+    share_prompt: bool
+    data_parallel_rank: int
+
+    def log_probs(self, batches: Sequence[PackedBatch], *, of_start_weights: bool = False) -> list[Tensor]:
+        """float32 [targets] for each micro-batch, without gradient."""
+
+    def accumulate_gradients(
+        self, batches: Sequence[PackedBatch], loss: LossFunction, *, entropy_gradient: bool
+    ) -> None:
+        """Replace the gradients by those of the sum of `loss` over the micro-batches and the data-parallel ranks."""
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm over all ranks."""
+
+    def apply_gradients(self, norm: float, max_norm: float, lr: float) -> None:
+        """Scale the gradients by min(1, max_norm / norm) and take one optimizer step."""
+
+    def reduce(
+        self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over the data-parallel ranks, equal on every rank. Ranks may name different figures."""
+
+
+class Stepper:
+    """Runs steps on a policy. `failures_folder` receives the batch of a step in which an optimizer step was skipped."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        algorithm: Algorithm,
+        optimizer: Optimizer,
+        *,
+        steps: int,
+        failures_folder: Path | None = None,
+    ) -> None:
+        self._policy = policy
+        self._algorithm = algorithm
+        self._optimizer = optimizer
+        self._steps = steps
+        self._failures_folder = failures_folder
+
+    def run(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
+        return _Step(self, plan, rollouts).run()
+
+
+class _Step:
+    """The state of one step while it runs."""
+
+    def __init__(self, stepper: Stepper, plan: StepPlan, rollouts: Sequence[Columns]) -> None:
+        self.policy = stepper._policy
+        self.algorithm = stepper._algorithm
+        self.optimizer = stepper._optimizer
+        self.failures_folder = stepper._failures_folder
+        self.plan, self.rollouts = plan, rollouts
+        self.lr = learning_rate(stepper._optimizer, plan.step, stepper._steps)
+        self.figures = MetricSums()
+        self.seconds: dict[str, float] = {}
+        self.skipped: list[str] = []
+        self.taken = 0
+        self.norm = math.nan
+
+    def run(self) -> StepResult:
+        with self._clock("pack"):
+            groups = check_rollouts(self.plan, self.rollouts)
+            minibatches = [
+                pack_minibatch(
+                    groups, self.plan, i, self.policy.data_parallel_rank, share_prompt=self.policy.share_prompt
+                )
+                for i in range(len(self.plan.minibatches))
+            ]
+        proximal = self._fixed_log_probs("proximal", minibatches, wanted=len(minibatches) > 1, of_start_weights=False)
+        reference = self._fixed_log_probs(
+            "reference", minibatches, wanted=self.algorithm.needs_reference, of_start_weights=True
+        )
+        for index, batches in enumerate(minibatches):
+            self._minibatch(index, batches, proximal[index], reference[index])
+        return self._result(minibatches)
+
+    def _fixed_log_probs(
+        self, phase: str, minibatches: list[list[PackedBatch]], *, wanted: bool, of_start_weights: bool
+    ) -> list[list[Tensor] | None]:
+        if not wanted:
+            return [None] * len(minibatches)
+        with self._clock(phase):
+            return [self.policy.log_probs(batches, of_start_weights=of_start_weights) for batches in minibatches]
+
+    def _minibatch(
+        self, index: int, batches: list[PackedBatch], proximal: list[Tensor] | None, reference: list[Tensor] | None
+    ) -> None:
+        if self.plan.minibatches[index].totals.tokens == 0:
+            self.skipped.append(f"minibatch {index}: no valid token")
+            return
+        figures = MetricSums()
+
+        def loss(number: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
+            batch = self._tokens(
+                batches[number],
+                log_probs,
+                entropy,
+                log_probs.detach() if proximal is None else proximal[number],
+                None if reference is None else reference[number],
+            )
+            terms = self.algorithm(batch)
+            self._record(figures, terms, batch, batches[number])
+            return terms.loss
+
+        with self._clock("train"):
+            self.policy.accumulate_gradients(batches, loss, entropy_gradient=self.algorithm.entropy_gradient)
+        with self._clock("optimizer"):
+            self._optimizer_step(index, figures)
+
+    def _tokens(
+        self, packed: PackedBatch, log_probs: Tensor, entropy: Tensor, proximal: Tensor, reference: Tensor | None
+    ) -> TokenBatch:
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.as_tensor(array, device=self.policy.device)
+
+        return TokenBatch(
+            current=log_probs,
+            proximal=proximal,
+            behaviour=on_device(packed.behaviour),
+            reference=reference,
+            entropy=entropy,
+            advantages=on_device(packed.advantages),
+            samples=on_device(packed.samples),
+            lengths=on_device(packed.lengths),
+            totals=packed.totals,
+        )
+
+    def _record(self, figures: MetricSums, terms: LossTerms, batch: TokenBatch, packed: PackedBatch) -> None:
+        figures.add({"tokens": torch.tensor(packed.targets.size)}, {})
+        figures.add_terms(terms)
+        if self.plan.version is not None:
+            at_version = torch.as_tensor(packed.versions == self.plan.version, device=self.policy.device)
+            figures.add(*mismatch(batch.proximal, batch.behaviour, at_version))
+
+    def _optimizer_step(self, index: int, figures: MetricSums) -> None:
+        sums, maxima = self.policy.reduce(figures.sums, figures.maxima)
+        self.norm = self.policy.gradient_norm()
+        self.figures.add({k: torch.tensor(v) for k, v in sums.items()}, {k: torch.tensor(v) for k, v in maxima.items()})
+        for name, value in (("loss", sums.get("loss", 0.0)), ("gradient norm", self.norm)):
+            if not math.isfinite(value):
+                self.skipped.append(f"minibatch {index}: {name} is {value}")
+                return
+        self.policy.apply_gradients(self.norm, self.optimizer.max_grad_norm, self.lr)
+        self.taken += 1
+
+    def _result(self, minibatches: list[list[PackedBatch]]) -> StepResult:
+        packed = sum(batch.token_ids.size for batches in minibatches for batch in batches)
+        reduced, _ = self.policy.reduce({"packed": torch.tensor(float(packed))}, {})
+        if self.skipped and self.failures_folder is not None and self.policy.data_parallel_rank == 0:
+            save_batch(self.failures_folder / f"step-{self.plan.step:06d}.npz", self.plan, self.rollouts)
+        sums = {name: float(value) for name, value in self.figures.sums.items()}
+        maxima = {name: float(value) for name, value in self.figures.maxima.items()}
+        return StepResult(
+            step=self.plan.step,
+            loss=sums.get("loss", 0.0) / max(len(minibatches), 1),
+            grad_norm=self.norm,
+            lr=self.lr,
+            metrics=finish(sums, maxima),
+            tokens=int(sums.get("tokens", 0)),
+            packed_tokens=int(reduced["packed"]),
+            optimizer_steps=self.taken,
+            seconds=self.seconds,
+            skipped="; ".join(self.skipped) or None,
+        )
+
+    @contextmanager
+    def _clock(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def save_batch(file: Path, plan: StepPlan, rollouts: Sequence[Columns]) -> None:
+    """Everything a step was computed from, for looking at it later: `ROW/COLUMN` and `ROW/advantages`."""
+    arrays = {f"{row}/{name}": values for row, columns in enumerate(rollouts) for name, values in columns.items()}
+    arrays |= {f"{row}/advantages": values for row, values in enumerate(plan.advantages)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(file, **arrays)

@@ -1,0 +1,166 @@
+"""The reference learner: a Hugging Face model, one sample at a time, plain AdamW. Slow and obvious on purpose.
+
+Same protocol as the Megatron learner, which must match it in loss, gradients and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.algorithms.factory import build_algorithm
+from trainers.batch import Columns, StepPlan
+from trainers.checkpoints import CheckpointError
+from trainers.config import Optimizer, TorchBackend, TrainerConfig
+from trainers.huggingface import save_huggingface
+from trainers.learner import StepResult
+from trainers.packing import PackedBatch
+from trainers.step import LossFunction, Stepper
+
+STATE_FILE = "learner.pt"
+
+
+class TorchLearner:
+    """Implements `trainers.learner.Learner` in one process."""
+
+    def __init__(
+        self, config: TrainerConfig, model_path: Path, *, seed: int, failures_folder: Path | None = None
+    ) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._seed = seed
+        self._failures_folder = failures_folder
+        self._algorithm = build_algorithm(config.algorithm)
+
+    def start(self) -> None:
+        torch.manual_seed(self._seed)
+        self.policy = TorchPolicy(self._config, self._model_path, self._algorithm.needs_reference)
+        self._stepper = Stepper(
+            self.policy,
+            self._algorithm,
+            self._config.optimizer,
+            steps=self._config.steps,
+            failures_folder=self._failures_folder,
+        )
+
+    def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
+        return self._stepper.run(plan, rollouts)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """A tied output layer is no parameter of its own, so it is not named."""
+        for name, parameter in self.policy.model.named_parameters():
+            yield name, parameter.detach()
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{STATE_FILE}.partial"
+        torch.save(self.policy.state(), partial)
+        partial.rename(folder / STATE_FILE)
+
+    def restore(self, folder: Path) -> None:
+        try:
+            state = torch.load(folder / STATE_FILE, weights_only=True)
+            self.policy.load_state(state)
+        except Exception as error:
+            raise CheckpointError(f"{folder} cannot be restored ({type(error).__name__}: {error})") from error
+
+    def export_huggingface(self, folder: Path) -> None:
+        save_huggingface(folder, self.weights(), self._model_path, write=True)
+
+    def close(self) -> None:
+        """There is no group to leave."""
+
+
+class TorchPolicy:
+    """Implements `trainers.step.Policy`."""
+
+    share_prompt = False
+    data_parallel_rank = 0
+
+    def __init__(self, config: TrainerConfig, folder: Path, keep_start_weights: bool) -> None:
+        assert isinstance(config.backend, TorchBackend)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._dtype = getattr(torch, config.backend.dtype)
+        self.model = self._load(folder)
+        self._start_model = self._load(folder) if keep_start_weights else None
+        self._optimizer = build_adamw(self.model, config.optimizer)
+
+    def log_probs(self, batches: Sequence[PackedBatch], *, of_start_weights: bool = False) -> list[Tensor]:
+        model = self._start_model if of_start_weights else self.model
+        with torch.no_grad():
+            return [self._forward(model, batch)[0] for batch in batches]
+
+    def accumulate_gradients(
+        self, batches: Sequence[PackedBatch], loss: LossFunction, *, entropy_gradient: bool
+    ) -> None:
+        self._optimizer.zero_grad()
+        for number, batch in enumerate(batches):
+            log_probs, entropy = self._forward(self.model, batch)
+            loss(number, log_probs, entropy if entropy_gradient else entropy.detach()).backward()
+
+    def gradient_norm(self) -> float:
+        return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+
+    def apply_gradients(self, norm: float, max_norm: float, lr: float) -> None:
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, torch.tensor(norm))
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+    def reduce(
+        self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        return {k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()}
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The accumulated gradients by Hugging Face name."""
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
+            yield name, parameter.grad.clone()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+
+    def _load(self, folder: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, local_files_only=True).to(self.device)
+
+    def _forward(self, model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the targets, each segment by itself: its logits row i predicts token i + 1."""
+        log_probs, entropies = [torch.zeros(0, device=self.device)], [torch.zeros(0, device=self.device)]
+        start = 0
+        for segment in batch.segments:
+            stop = start + segment.tokens
+            rows = (batch.logit_rows >= start) & (batch.logit_rows < stop)
+            ids = torch.as_tensor(batch.token_ids[start:stop], device=self.device)
+            logits = model(input_ids=ids[None]).logits[0].float()
+            every = logits[torch.as_tensor(batch.logit_rows[rows] - start)].log_softmax(-1)
+            targets = torch.as_tensor(batch.targets[rows], device=self.device)
+            log_probs.append(every.gather(-1, targets[:, None])[:, 0])
+            entropies.append(-(every.exp() * every).sum(-1))
+            start = stop
+        return torch.cat(log_probs), torch.cat(entropies)
+
+
+def build_adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+    """Decoupled weight decay on matrices only."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)

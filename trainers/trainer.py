@@ -1,0 +1,372 @@
+"""The single controller of one model under training.
+
+Guarantees:
+1. The start version is published before anything else, so that makers and admission begin from known weights.
+2. No row older than `max_age` is trained on: it stops the run with the row's id and the numbers.
+3. A step that is not trained (nothing valid in it, or not finite) takes no optimizer step and publishes no version; its
+   rows are dropped with the reason, and the step is tried again with other rows. Too many in a row end the run.
+4. Version v is published after step v * `every`, and only weights of a trained step are. Nobody waits for makers.
+5. Every wait has a deadline and a name.
+6. A checkpoint that cannot be written is an event; the last one of the run failing is a failure of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from buffer.buffer import EndOfData
+from buffer.records import SampledRow
+from trainers.batch import Columns, StepPlan
+from trainers.checkpoints import RANKS_FOLDER, Checkpointer, CheckpointError
+from trainers.config import TrainerConfig
+from trainers.guards import MismatchGate, SkipCounter, ages
+from trainers.learner import StepResult
+from trainers.metrics import MetricsBuilder, StepRecord
+from trainers.planner import Batch, StepPlanner, valid_tokens
+from trainers.ports import Deadlines, Evaluation, MakerStatuses, Publisher, RowSource, Schedule
+from trainers.rank_group import RankGroup
+from trainers.recorder import Recorder
+from trainers.rows_writer import RowsWriter
+from trainers.stopwatch import Stopwatch
+
+T = TypeVar("T")
+NEEDED = ("rollout", "reward")  # stages whose columns the controller reads
+MAKERS_PATIENCE = 5.0  # seconds that a step waits for news of the makers
+
+
+@dataclass
+class Progress:
+    """Where the trainer is. `version` is None before the first publication."""
+
+    step: int
+    version: int | None = None
+    published_step: int | None = None  # the step whose weights the published version has
+    phase: str = "starting"
+    since: float = field(default=0.0)  # clock seconds
+
+
+class Trainer:
+    """See the module. `max_age`: the bound that the buffer's settings promise, in published versions.
+
+    `start_step` is the step of the checkpoint that the ranks were restored from, or 0.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        planner: StepPlanner,
+        ranks: RankGroup,
+        rows: RowSource,
+        weights: Publisher,
+        makers: MakerStatuses,
+        recorder: Recorder,
+        metrics: MetricsBuilder,
+        checkpointer: Checkpointer,
+        schedule: Schedule,
+        deadlines: Deadlines,
+        max_age: int,
+        evaluation: Evaluation | None = None,
+        rows_writer: RowsWriter | None = None,
+        start_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if start_step > config.steps:
+            raise ValueError(f"the checkpoint is of step {start_step}, the run has only {config.steps} steps")
+        self._config = config
+        self._planner = planner
+        self._ranks = ranks
+        self._rows = rows
+        self._weights = weights
+        self._makers = makers
+        self._recorder = recorder
+        self._metrics = metrics
+        self._checkpointer = checkpointer
+        self._schedule = schedule
+        self._deadlines = deadlines
+        self._max_age = max_age
+        self._evaluation = evaluation
+        self._rows_writer = rows_writer
+        self._clock = clock
+        self._watch = Stopwatch(clock)
+        self._skips = SkipCounter({"nonfinite": config.max_nonfinite_steps, "no_valid_token": config.max_empty_steps})
+        self._gate = MismatchGate(config.mismatch)
+        self._progress = Progress(step=start_step, since=clock())
+        self._start_step = start_step
+        self._saved_step = start_step if start_step else None
+        self._maker_statuses: Mapping[str, Mapping[str, Any]] = {}
+        self._last: Mapping[str, Any] = {}
+        self._stopping = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._end_of_data = False
+        self._held_out: Mapping[str, Any] | None = None
+
+    async def publish_start(self) -> None:
+        """Publish the weights the run starts from: version 0, or that of the checkpoint."""
+        await self._publish(self._progress.step // self._schedule.publish_every)
+
+    async def run(self) -> str:
+        """Train to the last step (`done`), until `stop` (`stopped`) or `end_of_data`. Raises what ends the run.
+
+        Consumes: complete rows of the buffer. Produces: weight versions, checkpoints, metrics, events.
+        Waits for: rows (deadline `batch`), its ranks, the export copy of a publication, evaluations.
+        Unblocked by: makers that complete rows, ranks that answer, `stop`.
+        """
+        self._idle.clear()
+        try:
+            return await self._run()
+        finally:
+            self._idle.set()
+
+    async def _run(self) -> str:
+        if self._progress.version is None:
+            await self.publish_start()
+        if self._evaluation is not None and self._evaluation.at_start and self._start_step == 0:
+            await self._evaluate(self._evaluation)
+        await self._ask_makers()
+        self._metrics.begin(self._maker_statuses)
+        self._watch.lap()
+        while (outcome := self._outcome()) is None:
+            await self._attempt()
+        await self._finish(outcome)
+        return outcome
+
+    async def stop(self) -> None:
+        """Finish the step that is being trained (rows and evaluations are not waited for), and write the last checkpoint.
+
+        Returns when `run` has returned or failed; at once if it does not run.
+        """
+        self._stopping.set()
+        await self._idle.wait()
+
+    def status(self) -> dict[str, Any]:
+        """Step, version, phase and seconds in it, last rates, what the run is bound by, the last held-out score."""
+        progress, last = self._progress, self._last
+        return {
+            "step": progress.step,
+            "steps": self._config.steps,
+            "version": progress.version,
+            "phase": progress.phase,
+            "phase_seconds": self._clock() - progress.since,
+            "skipped": self._skips.total,
+            "rates": {key: value for key, value in last.items() if key.startswith("tokens_per_s/")},
+            "bound_by": last.get("bound_by"),
+            "knob": last.get("knob"),
+            "held_out": self._held_out,
+        }
+
+    async def _attempt(self) -> None:
+        """One batch of rows: sample, train, publish, tell; or skip it."""
+        step = self._progress.step + 1
+        try:
+            with self._phase("wait_for_batch"):
+                batch = await self._batch()
+        except EndOfData as error:
+            self._recorder.event("end_of_data", step=self._progress.step, cause=str(error))
+            self._end_of_data = True
+            return
+        if batch is None:
+            return
+        with self._phase("train"):
+            plan = self._planner.plan(batch, step, self._exact_version())
+            if valid_tokens(plan) == 0:
+                await self._skip(batch, "no_valid_token", "every sample of the batch is masked or empty")
+                return
+            result = await self._train(plan, batch)
+        if result.optimizer_steps == 0:
+            await self._skip(batch, "nonfinite", result.skipped or "no optimizer step was taken")
+            return
+        await self._within(self._deadlines.call, "rows.trained", self._rows.trained(batch.row_ids, step))
+        self._progress.step = step
+        self._note_skipped(plan, result)
+        self._check_mismatch(result)
+        if step % self._schedule.publish_every == 0:
+            await self._publish(step // self._schedule.publish_every)
+        await self._record(batch, result)
+        await self._between_steps(batch)
+
+    async def _batch(self) -> Batch | None:
+        """The next rows with their columns, ages checked; None when a stop came first."""
+        # The buffer keeps the deadline itself, and says what each unfinished row waits for; this is the net below.
+        net = self._deadlines.batch + self._deadlines.call
+        asked = self._rows.sample(self._config.groups_per_step, self._deadlines.batch)
+        rows = await self._unless_stopped(net, "rows.sample", asked)
+        if rows is None:
+            return None
+        version = self._progress.version
+        assert version is not None
+        found = ages(rows, version, self._max_age)
+        columns = await self._within(self._deadlines.batch, "fetch of columns", self._fetch(rows))
+        return Batch(rows, columns, found)
+
+    async def _fetch(self, rows: Sequence[SampledRow]) -> list[dict[str, Columns]]:
+        async def one(row: SampledRow) -> dict[str, Columns]:
+            fetched = await asyncio.gather(*(self._rows.fetch(row.columns[stage]) for stage in NEEDED))
+            return dict(zip(NEEDED, fetched, strict=True))
+
+        return list(await asyncio.gather(*(one(row) for row in rows)))
+
+    def _exact_version(self) -> int | None:
+        """The published version that the trainer's weights are right now, if any."""
+        progress = self._progress
+        return progress.version if progress.published_step == progress.step else None
+
+    async def _train(self, plan: StepPlan, batch: Batch) -> StepResult:
+        # References as arguments of their own: whoever runs the rank brings the columns to it, past the controller.
+        references = [row.columns["rollout"] for row in batch.rows]
+        results: list[StepResult] = await self._ranks.call("train_step", plan, *references)
+        return results[0]
+
+    async def _skip(self, batch: Batch, kind: str, cause: str) -> None:
+        step = self._progress.step + 1
+        await self._within(self._deadlines.call, "rows.dropped", self._rows.dropped(batch.row_ids, kind))
+        self._recorder.event("step_skipped", step=step, reason=kind, cause=cause, row_ids=batch.row_ids)
+        self._skips.skipped(kind, step, cause)
+
+    def _note_skipped(self, plan: StepPlan, result: StepResult) -> None:
+        """A step of several minibatches of which some were not finite is trained, and yet counts as skipped."""
+        expected = sum(minibatch.totals.tokens > 0 for minibatch in plan.minibatches)
+        if result.optimizer_steps == expected:
+            self._skips.trained()
+            return
+        cause = result.skipped or f"{result.optimizer_steps} of {expected} optimizer steps were taken"
+        self._recorder.event("minibatch_skipped", step=result.step, cause=cause)
+        self._skips.skipped("nonfinite", result.step, cause)
+
+    def _check_mismatch(self, result: StepResult) -> None:
+        warning = self._gate.check(result.step, result.metrics.get("mismatch/kl"))
+        if warning is not None:
+            self._recorder.event("mismatch", step=result.step, kl=result.metrics["mismatch/kl"], warning=warning)
+
+    async def _publish(self, version: int) -> None:
+        with self._phase("publish"):
+            await self._within(self._deadlines.step, f"weights.publish({version})", self._weights.publish(version))
+            self._progress.version, self._progress.published_step = version, self._progress.step
+            await self._within(self._deadlines.call, "rows.published", self._rows.published(version))
+
+    async def _record(self, batch: Batch, result: StepResult) -> None:
+        status = await self._within(self._deadlines.call, "rows.status", self._rows.status())
+        await self._ask_makers()
+        version = self._progress.version
+        assert version is not None
+        record = StepRecord(result, batch, version, self._watch.lap(), status, self._maker_statuses)
+        self._last = self._metrics.build(record)
+        self._recorder.metrics(self._last)
+
+    async def _ask_makers(self) -> None:
+        """Makers tell how they are if they can; the trainer goes on with what they last said if they cannot."""
+        try:
+            self._maker_statuses = await self._within(MAKERS_PATIENCE, "maker statuses", self._makers())
+        except TimeoutError as error:
+            self._recorder.event("makers_silent", step=self._progress.step, cause=str(error))
+
+    async def _between_steps(self, batch: Batch) -> None:
+        step, last = self._progress.step, self._progress.step == self._config.steps
+        if self._rows_writer is not None and self._rows_writer.wants(step):
+            await self._write_rows(self._rows_writer.write(step, batch.rows, batch.columns))
+        every = self._schedule.checkpoint_every
+        if every is not None and step % every == 0 and not last:
+            await self._checkpoint(required=False)
+        evaluation = self._evaluation
+        if evaluation is not None and evaluation.every is not None and step % evaluation.every == 0 and not last:
+            await self._evaluate(evaluation)
+
+    async def _write_rows(self, writing: Awaitable[None]) -> None:
+        try:
+            await self._within(self._deadlines.step, "rows file", writing)
+        except OSError as error:  # a full disk costs the file, not the run
+            self._recorder.event("rows_not_written", step=self._progress.step, cause=str(error))
+
+    async def _evaluate(self, evaluation: Evaluation) -> None:
+        step, version = self._progress.step, self._progress.version
+        assert version is not None
+        with self._phase("evaluate"):
+            asked = self._rows.evaluate(
+                evaluation.prompts,
+                samples=evaluation.samples,
+                min_version=version,
+                seed=evaluation.seed,
+                timeout=evaluation.timeout,
+            )
+            net = evaluation.timeout + self._deadlines.call
+            result = await self._unless_stopped(net, "rows.evaluate", asked)
+        if result is None:
+            return
+        self._held_out = {"step": step, "score": result.reward_mean}
+        shown = ("rows", "samples", "failed", "response_length", "seconds")
+        figures = {"score": result.reward_mean, "stderr": result.reward_stderr}
+        figures |= {name: getattr(result, name) for name in shown}
+        self._recorder.event("evaluation", step=step, version=version, **figures)
+        self._recorder.chart(step, {"eval/score": result.reward_mean})
+
+    async def _checkpoint(self, required: bool) -> None:
+        """Write a checkpoint. One that fails is an event, and an error when it is `required`."""
+        step, version = self._progress.step, self._progress.version
+        with self._phase("checkpoint"):
+            cursor = await self._within(self._deadlines.call, "rows.cursor", self._rows.cursor())
+            meta = {"step": step, "version": version, "prompt_cursor": cursor, "steps": self._config.steps}
+            try:
+                checkpoint = await self._checkpointer.save(meta, [self._save_ranks])
+            except CheckpointError as error:
+                self._recorder.event("checkpoint_failed", step=step, cause=str(error))
+                if required:
+                    raise
+                return
+        self._saved_step = step
+        self._recorder.event("checkpoint", step=step, folder=str(checkpoint.path))
+
+    async def _save_ranks(self, folder: Path) -> None:
+        await self._ranks.call("save", str(folder / RANKS_FOLDER))
+
+    def _outcome(self) -> str | None:
+        """Why the loop ends, None while it goes on."""
+        if self._progress.step == self._config.steps:
+            return "done"
+        if self._stopping.is_set():
+            return "stopped"
+        return "end_of_data" if self._end_of_data else None
+
+    async def _finish(self, outcome: str) -> None:
+        step = self._progress.step
+        if self._schedule.checkpoint_at_end and step not in (0, self._saved_step):
+            await self._checkpoint(required=True)
+        if outcome != "stopped" and self._evaluation is not None and self._evaluation.at_end:
+            await self._evaluate(self._evaluation)
+        if self._rows_writer is not None:
+            await self._write_rows(self._rows_writer.finish())
+        self._enter(outcome)
+
+    def _phase(self, name: str) -> Any:
+        self._enter(name)
+        return self._watch.measure(name)
+
+    def _enter(self, phase: str) -> None:
+        self._progress.phase, self._progress.since = phase, self._clock()
+
+    async def _unless_stopped(self, seconds: float, what: str, waiting: Awaitable[T]) -> T | None:
+        """Await with a deadline; None when a stop came first."""
+        task = asyncio.ensure_future(waiting)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await self._within(seconds, what, asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED))
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            stopping.cancel()
+
+    async def _within(self, seconds: float, what: str, waiting: Awaitable[T]) -> T:
+        """Await with a deadline that has a name."""
+        timeout = asyncio.timeout(seconds)
+        try:
+            async with timeout:
+                return await waiting
+        except TimeoutError as error:
+            if not timeout.expired():  # somebody else's deadline, named already
+                raise
+            raise TimeoutError(f"trainer: {what} took over {seconds:g} s (step {self._progress.step})") from error
