@@ -82,6 +82,11 @@ class RolloutMaker(Strict):
     update: Literal["in_flight", "between_rows"] = Field(
         "in_flight", description="Take new weights between two engine steps, or only when no row is being generated."
     )
+    recompute: bool = Field(
+        True,
+        description="update: in_flight: running rows compute their cache again under the new weights, so that a token is "
+        "exactly what its version says. false: they go on with the old cache, which is faster and slightly off-policy.",
+    )
 
 
 class RewardFunction(Strict):

@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
-
+from buffer.columns import Columns
 from buffer.records import Lease, Produced
-
-Columns = dict[str, np.ndarray]
 
 
 class Maker(Protocol):

@@ -48,14 +48,14 @@ class _Update:
     version: int
     tensors: dict[str, Any]
     between_groups: bool
-    done: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+    done: concurrent.futures.Future[None] = field(default_factory=lambda: _future())
 
 
 @dataclass
 class _Addition:
     group: int
     request: GroupRequest
-    done: concurrent.futures.Future[list[Sample]] = field(default_factory=concurrent.futures.Future)
+    done: concurrent.futures.Future[list[Sample]] = field(default_factory=lambda: _future())
 
 
 class InProcessVllm:
@@ -69,6 +69,7 @@ class InProcessVllm:
         threads: int,
         seed: int,
         recompute: bool,
+        version: int = NO_VERSION,
         core: Callable[..., Any] | None = None,
     ) -> None:
         self.max_model_len = config.max_model_len
@@ -77,6 +78,7 @@ class InProcessVllm:
         self._threads = threads
         self._seed = seed
         self._recompute = recompute
+        self._first_version = version  # of the weights in the model folder
         self._make_core = core or _vllm_core
         self._core: Any = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -88,7 +90,7 @@ class InProcessVllm:
         self._cause = ""
         self._counters = _Counters()
         self._thread = threading.Thread(target=self._live, name="vllm", daemon=True)
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._started: concurrent.futures.Future[None] = _future()
 
     async def start(self) -> None:
         self._state = "starting"
@@ -96,12 +98,11 @@ class InProcessVllm:
         await asyncio.wrap_future(self._started)
 
     async def generate(self, request: GroupRequest) -> list[Sample]:
-        self._require_alive()
         call = _Addition(self._next_group, request)
         self._next_group += 1
-        self._inbox.put(lambda: self._add(call))
+        self._post(lambda: self._add(call))
         try:
-            return await self._answer(call.done)
+            return await asyncio.wrap_future(call.done)
         except asyncio.CancelledError:
             self._inbox.put(lambda: self._abandon(call))
             raise
@@ -110,8 +111,8 @@ class InProcessVllm:
         self._require_alive()
         tensors = await asyncio.to_thread(self._verify, manifest, buckets)
         update = _Update(manifest.version, tensors, between_groups)
-        self._inbox.put(lambda: self._take_update(update))
-        await self._answer(update.done)
+        self._post(lambda: self._take_update(update))
+        await asyncio.wrap_future(update.done)
 
     @property
     def version(self) -> int:
@@ -139,11 +140,11 @@ class InProcessVllm:
         if self._state != "ready":
             raise InfraFailure(f"vLLM engine is {self._state}" + (f": {self._cause}" if self._cause else ""))
 
-    async def _answer(self, future: concurrent.futures.Future[Any]) -> Any:
-        # The thread may have ended between the check for life and the put: then nobody empties the inbox.
-        if not self._thread.is_alive() and not future.done():
-            self._require_alive()
-        return await asyncio.wrap_future(future)
+    def _post(self, act: Callable[[], None]) -> None:
+        """Hand `act` to the thread. It is either run, or this raises: the thread empties its inbox once more after it
+        has left the state `ready`."""
+        self._inbox.put(act)
+        self._require_alive()
 
     def _verify(self, manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Any]:
         from weights.packing import unpack
@@ -157,7 +158,12 @@ class InProcessVllm:
         """Consumes the inbox; produces finished groups; waits only when no group runs; unblocked by the inbox."""
         try:
             self._core = self._make_core(
-                self._config, self._model_path, threads=self._threads, seed=self._seed, recompute=self._recompute
+                self._config,
+                self._model_path,
+                threads=self._threads,
+                seed=self._seed,
+                recompute=self._recompute,
+                version=self._first_version,
             )
             self._state = "ready"
         except BaseException as error:
@@ -177,7 +183,7 @@ class InProcessVllm:
         self._core.close()
 
     def _take_inbox(self) -> None:
-        if not self._core.running and self._inbox.empty():
+        if not self._core.running and self._update is None and self._inbox.empty():
             began = time.perf_counter()
             act = self._inbox.get()
             self._counters.seconds_idle += time.perf_counter() - began
@@ -193,28 +199,28 @@ class InProcessVllm:
         self._counters.seconds_generating += time.perf_counter() - began
         for group, samples in finished:
             self._counters.tokens_generated += sum(sample.token_ids.size for sample in samples)
-            _resolve(self._calls.pop(group).done, samples)
+            self._calls.pop(group).done.set_result(samples)
 
     def _add(self, call: _Addition) -> None:
-        if self._update is not None:
+        if self._update is not None or self._state != "ready":
             self._held.append(call)
             return
         try:
             self._core.add(call.group, call.request)
         except Exception as error:
-            _reject(call.done, error)
+            call.done.set_exception(error)
         else:
             self._calls[call.group] = call
 
     def _abandon(self, call: _Addition) -> None:
         if call in self._held:
             self._held.remove(call)
-        elif self._calls.pop(call.group, None) is not None:
+        elif self._calls.pop(call.group, None) is not None and self._state == "ready":
             self._core.abort(call.group)
 
     def _take_update(self, update: _Update) -> None:
         if self._update is not None:
-            _reject(self._update.done, InfraFailure(f"version {update.version} came before it was in use"))
+            self._update.done.set_exception(InfraFailure(f"version {update.version} came before it was in use"))
         self._update = update
 
     def _update_when_due(self) -> None:
@@ -226,13 +232,15 @@ class InProcessVllm:
         try:
             self._core.load(update.version, update.tensors)
         except Exception as error:
-            logger.exception("loading version %d failed; nothing is generated until a whole version is in", update.version)
+            logger.exception(
+                "loading version %d failed; nothing is generated until a whole version is in", update.version
+            )
             failure = InfraFailure(f"loading version {update.version} failed: {error!r}")
             for group in self._core.abort_all():
-                _reject(self._calls.pop(group).done, failure)
-            _reject(update.done, failure)
+                self._calls.pop(group).done.set_exception(failure)
+            update.done.set_exception(failure)
         else:
-            _resolve(update.done, None)
+            update.done.set_result(None)
         self._counters.seconds_sync_pause += time.perf_counter() - began
         while self._held:
             self._add(self._held.popleft())
@@ -246,24 +254,21 @@ class InProcessVllm:
             self._inbox.get()()
         calls: list[Any] = [*self._calls.values(), *self._held, *([self._update] if self._update else [])]
         for call in calls:
-            _reject(call.done, failure)
+            call.done.set_exception(failure)
         self._calls.clear()
         self._held.clear()
         self._update = None
 
 
-def _vllm_core(config: VllmEngine, model_path: str, *, threads: int, seed: int, recompute: bool) -> Any:
+def _vllm_core(config: VllmEngine, model_path: str, *, threads: int, **settings: Any) -> Any:
     from makers.engines.vllm_core import VllmCore, prepare_environment
 
     prepare_environment(threads)
-    return VllmCore(config, model_path, seed=seed, recompute=recompute)
+    return VllmCore(config, model_path, **settings)
 
 
-def _resolve(future: concurrent.futures.Future[Any], value: Any) -> None:
-    if not future.done():  # a caller that was cancelled no longer waits
-        future.set_result(value)
-
-
-def _reject(future: concurrent.futures.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _future() -> concurrent.futures.Future[Any]:
+    """A future that its waiter cannot cancel, so that the thread may always set it."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+    return future

@@ -25,7 +25,7 @@ import numpy as np
 
 from buffer.records import InfraFailure
 from makers.config import VllmEngine
-from makers.engines.engine import NO_VERSION, GroupRequest, Sample
+from makers.engines.engine import GroupRequest, Sample
 
 MAX_PREFILL_TOKENS = 2048  # of one step on CPU, unless a single prompt needs more
 
@@ -75,15 +75,16 @@ class _Group:
 class VllmCore:
     """Groups in, finished groups out, one `step` at a time."""
 
-    def __init__(self, config: VllmEngine, model_path: str, *, seed: int, recompute: bool) -> None:
+    def __init__(self, config: VllmEngine, model_path: str, *, seed: int, recompute: bool, version: int) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.expected = checkpoint_shapes(Path(model_path))
-        self.version = NO_VERSION
+        self.version = version
         self.quarantined: str | None = None  # why nothing may be generated
         self._recompute = recompute
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config, model_path, seed)))
+        self._engine.set_weight_version(str(version))
         self._groups: dict[int, _Group] = {}
         self._owner: dict[str, tuple[int, int]] = {}  # request -> group, index of the sample
         self._next_request = 0

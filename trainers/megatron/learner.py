@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from trainers.megatron import checkpoint, cpu, optimizer
-    from trainers.megatron.attention import PackedLayout, rotary_tables
+    from trainers.megatron.attention import PackedLayout, attention_dtype, rotary_tables
     from trainers.megatron.model import (
         build_bridge,
         build_model,
@@ -189,7 +189,8 @@ class MegatronPolicy:
     def _layout(self, batch: PackedBatch) -> PackedLayout:
         config = self.module.config
         positions = torch.as_tensor(batch.positions, device=self.device)
-        cos, sin = rotary_tables(positions, config.kv_channels, self.bridge.hf_config.rope_theta, config.params_dtype)
+        dtype = attention_dtype(config.params_dtype, self.device)
+        cos, sin = rotary_tables(positions, config.kv_channels, self.bridge.hf_config.rope_theta, dtype)
         return PackedLayout(
             qkv_format="thd",
             segments=batch.segments,

@@ -142,6 +142,7 @@ def test_a_late_answer_of_an_ended_lease_is_ignored_even_from_a_maker_that_canno
         late.set()
         await settle()
         assert (harness.table.rows[0].tokens, harness.table.ledger.tokens.admitted) == (20, 20)
+        assert harness.bugs == []
         harness.dispatcher.close()
 
     asyncio.run(scenario())
@@ -198,6 +199,21 @@ def test_the_only_maker_tries_again_after_its_pause():
         assert harness.table.complete == 0
         await asyncio.sleep(0.6)
         assert harness.table.complete == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_row_that_failed_on_a_maker_waits_for_another_even_if_the_first_is_idle():
+    async def scenario() -> None:
+        harness, gate = Harness(rows=2), Gate()
+        harness.dispatcher.attach(first := FakeMaker(name="first", slots=1, behave=fail_with(InfraFailure("broken"))))
+        harness.dispatcher.attach(second := FakeMaker(name="second", slots=1, behave=gate))
+        await asyncio.sleep(0.6)  # longer than the pause of the first
+        assert harness.dispatcher.status()["makers"]["first"]["state"] == "ready"
+        assert ([lease.row_id for lease in first.leases], harness.table.ready("rollout")) == ([0], 1)
+        gate.open.set()
+        await settle()
+        assert ([lease.row_id for lease in second.leases], harness.table.complete) == ([1, 0], 2)
 
     asyncio.run(scenario())
 

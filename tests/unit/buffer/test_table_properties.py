@@ -58,20 +58,32 @@ class TableMachine(RuleBasedStateMachine):
     def ended(self, *leases: Lease) -> None:
         self.ends.update(lease.id for lease in leases)
 
-    @rule(count=st.integers(1, 8))
-    def admit(self, count):
-        for _ in range(count):
-            if self.table.stalled_by() is None:
-                self.table.admit(Prompt(f"p{self.prompts}", "x", {"answer": self.prompts}))
-                self.prompts += 1
+    def admit(self) -> None:
+        """As the buffer does it, whenever there is room."""
+        while self.table.stalled_by() is None:
+            self.table.admit(Prompt(f"p{self.prompts}", "x", {"answer": self.prompts}))
+            self.prompts += 1
 
-    @rule(chance=st.randoms(use_true_random=False), count=st.integers(1, 6))
+    @rule(chance=st.randoms(use_true_random=False), count=st.integers(1, 12))
     def grant(self, chance, count):
+        self.admit()
         for _ in range(count):
             lease = self.table.lease(chance.choice(sorted(self.table.roster.makers)))
             if lease is not None:
                 assert lease.id not in self.granted
                 self.granted[lease.id] = lease
+
+    @rule(count=st.integers(1, 12))
+    def make(self, count):
+        """The common course, so that histories get far: so many leases of each stage are granted and committed."""
+        self.admit()
+        for stage in STAGES:
+            for _ in range(count):
+                lease = self.table.lease(min(self.table.roster.names[stage]))
+                if lease is not None:
+                    self.granted[lease.id] = lease
+                    self.table.commit(lease.id, answer(lease), [lease.row_id, lease.stage])
+                    self.ended(lease)
 
     def open_lease(self, chance) -> Lease:
         return self.table.leases[chance.choice(sorted(self.table.leases))].lease
@@ -85,11 +97,16 @@ class TableMachine(RuleBasedStateMachine):
             self.table.commit(lease.id, answer(lease, version), [lease.row_id, lease.stage])
             self.ended(lease)
 
-    @precondition(lambda self: self.table.leases)
-    @rule(chance=st.randoms(use_true_random=False), kind=st.sampled_from(["data", "infra", "timeout"]))
-    def fail(self, chance, kind):
-        lease = self.open_lease(chance)
-        self.ended(lease, *self.table.fail(lease.id, kind, "no"))
+    @rule(
+        chance=st.randoms(use_true_random=False),
+        kinds=st.lists(st.sampled_from(["data", "infra", "timeout"]), min_size=1, max_size=4),
+    )
+    def fail(self, chance, kinds):
+        for kind in kinds:
+            self.grant(chance, 3)
+            if self.table.leases:
+                lease = self.open_lease(chance)
+                self.ended(lease, *self.table.fail(lease.id, kind, "no"))
 
     @rule(stage=st.sampled_from(sorted(STAGES)))
     def attach(self, stage):
@@ -111,10 +128,24 @@ class TableMachine(RuleBasedStateMachine):
     def sample(self):
         rows = self.table.select(self.table.groups_per_step)
         self.sampled = rows or []
+        self.check_sampled()
+
+    def check_sampled(self) -> None:
         for row in self.sampled:
             assert row.age <= self.table.max_age
             assert row.columns == {stage: [row.row_id, stage] for stage in STAGES}
             assert {produced.samples for produced in row.produced.values()} == {2}
+
+    @precondition(lambda self: not self.sampled)
+    @rule(count=st.integers(1, 4))
+    def learn(self, count):
+        """The common course of a trainer: so many steps, each with rows that are ready, and their versions."""
+        for _ in range(count):
+            self.make(2 * self.table.groups_per_step)
+            self.sample()
+            if self.sampled:
+                self.train()
+            self.publish()
 
     @precondition(lambda self: self.sampled)
     @rule()
@@ -160,6 +191,8 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.ledger.rows.admitted == self.prompts
         assert self.table.nbytes == sum(row.nbytes for row in rows)
         assert self.table.complete == sum(row.complete for row in self.table.unsampled.values())
+        waiting = sum(row.id in queue for row in rows for queue in self.table.waiting.values())
+        assert waiting == sum(len(queue) for queue in self.table.waiting.values())
 
     @invariant()
     def every_lease_is_open_or_has_ended_once(self):
@@ -181,5 +214,5 @@ class TableMachine(RuleBasedStateMachine):
         return (stage in row.columns) + (stage in row.leases) + (row.id in self.table.waiting[stage]) + blocked
 
 
-TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TableMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 test_random_histories_keep_the_invariants = TableMachine.TestCase

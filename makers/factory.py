@@ -1,0 +1,50 @@
+"""From the config of a maker to the maker. Each kind is imported only when it is built."""
+
+from __future__ import annotations
+
+from buffer.records import InfraFailure
+from makers import config as settings
+from makers.maker import Maker
+from weights.client import WeightClient
+
+PARTS = ("stage", "needs", "slots", "start", "make", "status", "close")  # of the Maker protocol
+
+
+def build_maker(
+    config: settings.MakerConfig, *, name: str, model_path: str, weights: WeightClient | None, seed: int
+) -> Maker:
+    """The maker that `config` describes, not yet started.
+
+    `model_path` is a checkpoint folder; `weights` is None where no trainer publishes any. A kind of your own
+    (`package.module:Class`) is called with its options as keyword arguments. Raises InfraFailure when what it returns is
+    not a maker.
+    """
+    if isinstance(config, settings.RolloutMaker):
+        from makers.engines.engine import NO_VERSION
+        from makers.engines.vllm import InProcessVllm
+        from makers.rollout import RolloutMaker
+
+        engine = InProcessVllm(
+            config.engine,
+            model_path,
+            threads=config.engine.threads or max(1, int(config.resources.cpus)),
+            seed=seed,
+            recompute=config.recompute,
+            version=NO_VERSION if weights is not None else 0,  # without a trainer the folder's weights are the policy
+        )
+        return RolloutMaker(config, name=name, model_path=model_path, engine=engine, weights=weights)
+    if isinstance(config, settings.RewardMaker):
+        from makers.reward import RewardMaker
+
+        return RewardMaker(config, name=name, model_path=model_path)
+    return _custom(config, name)
+
+
+def _custom(config: settings.CustomMaker, name: str) -> Maker:
+    from makers.dotted import load_dotted
+
+    maker: Maker = load_dotted(config.kind)(**config.options)
+    absent = [part for part in PARTS if not hasattr(maker, part)]
+    if absent:
+        raise InfraFailure(f"maker {name}: {config.kind} made a {type(maker).__name__} without {', '.join(absent)}")
+    return maker

@@ -1,0 +1,47 @@
+"""From a prompt to the token ids that a model sees; done once, by the rollout maker, and never again downstream.
+
+Chat messages go through the tokenizer's chat template. Plain text does too, as one user message, when there is a
+template; without one the text is encoded as it is, with the special tokens the tokenizer adds by itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from buffer.records import DataFailure, Prompt
+
+
+class PromptEncoder:
+    """The tokenizer of a checkpoint folder."""
+
+    def __init__(self, model_path: str | Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids [prompt tokens], at least one. Raises DataFailure for what the template or tokenizer refuses."""
+        messages = prompt.content
+        if not self._tokenizer.chat_template:
+            if not isinstance(messages, str):
+                raise DataFailure(
+                    f"prompt {prompt.id!r} is chat messages, and the tokenizer has no chat template: give text, or "
+                    "a model with a template"
+                )
+            ids = self._tokenizer.encode(messages)
+        else:
+            if isinstance(messages, str):
+                messages = [{"role": "user", "content": messages}]
+            ids = self._encode_chat(prompt.id, messages)
+        if not ids:
+            raise DataFailure(f"prompt {prompt.id!r} is empty: no token to start from")
+        return list(ids)
+
+    def _encode_chat(self, name: str, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # whatever a template's own code raises: bad roles, missing keys
+            raise DataFailure(f"prompt {name!r}: the chat template refused it: {error!r}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)  # the template has them already
+        return ids
