@@ -106,6 +106,4 @@ async def _bare() -> None:
 
 def _lease(row: int, maker: IdleMaker) -> Lease:
     stage, name = maker.info.stage, maker.info.name
-    return Lease(
-        row, row, stage, name, Prompt(str(row), ""), samples=1, min_version=0, seed=0, timeout=TIMEOUT
-    )
+    return Lease(row, row, stage, name, Prompt(str(row), ""), samples=1, min_version=0, seed=0, timeout=TIMEOUT)

@@ -14,9 +14,20 @@ from buffer.records import Lease, Produced
 
 
 class Maker(Protocol):
-    stage: str  # the stage of a row that this maker fills
-    needs: tuple[str, ...]  # stages whose columns are its inputs
-    slots: int  # calls of make() at once
+    @property
+    def stage(self) -> str:
+        """The stage of a row that this maker fills."""
+        ...
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The stages whose columns are its inputs."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """How many calls of make() it takes at once."""
+        ...
 
     async def start(self) -> None:
         """Become able to make rows. Raises when that is impossible."""

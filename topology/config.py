@@ -55,7 +55,7 @@ class RowsConfig(Strict):
 
 class ClusterConfig(Strict):
     address: str | None = Field(None, description="host:port of a running cluster; null: the run starts its own.")
-    cpus: float | None = Field(None, gt=0, description="CPUs the run's own cluster offers; null: what the plan needs.")
+    cpus: int | None = Field(None, ge=1, description="CPUs the run's own cluster offers; null: what the plan needs.")
     gpus: int | None = Field(None, ge=0, description="GPUs the run's own cluster offers; null: what is found.")
     object_store_gib: float = Field(2.0, gt=0)
 

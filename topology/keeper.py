@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def start_keeper(
-    folder: RunFolder, *, cpus: float, gpus: int | None, object_store_bytes: int
+    folder: RunFolder, *, cpus: int, gpus: int | None, object_store_bytes: int
 ) -> subprocess.Popen[bytes]:
     """Start the keeper in a session of its own, so that it neither gets the command's Ctrl-C nor ends with it."""
     command = [sys.executable, "-m", "topology.keeper", str(folder.path), f"--cpus={cpus}"]
@@ -53,7 +53,7 @@ def cluster_environment(folder: RunFolder) -> dict[str, str]:
 
 
 class Keeper:
-    def __init__(self, folder: RunFolder, cpus: float, gpus: int | None, object_store_bytes: int) -> None:
+    def __init__(self, folder: RunFolder, cpus: int, gpus: int | None, object_store_bytes: int) -> None:
         self.folder = folder
         self.told_to_stop = threading.Event()
         self.started = time.time()
@@ -64,7 +64,7 @@ class Keeper:
         self.command += [
             "--include-dashboard=false",
             "--node-ip-address=127.0.0.1",
-            f"--num-cpus={cpus:g}",
+            f"--num-cpus={cpus}",
             "--disable-usage-stats",
         ]
         self.command += [f"--object-store-memory={object_store_bytes}"] + (
@@ -149,7 +149,7 @@ def _end(head: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cpus", type=float, required=True)
+    parser.add_argument("--cpus", type=int, required=True)
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--object-store-bytes", type=int, required=True)
     options = parser.parse_args()

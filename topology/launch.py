@@ -6,6 +6,7 @@ ends what it had started; a handle works from any process that can read the run 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -259,7 +260,7 @@ def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, A
 
 def _start_cluster(prepared: Prepared, folder: RunFolder) -> Any:
     cluster = prepared.config.cluster
-    cpus = cluster.cpus if cluster.cpus is not None else max(prepared.plan.cpus, os.cpu_count() or 1)
+    cpus = cluster.cpus if cluster.cpus is not None else max(math.ceil(prepared.plan.cpus), os.cpu_count() or 1)
     store = int(cluster.object_store_gib * GIB)
     keeper = start_keeper(folder, cpus=cpus, gpus=cluster.gpus, object_store_bytes=store)
     wait_for_file(folder.cluster_file, CONNECT, lambda: keeper.poll() is None, "the run's Ray cluster")

@@ -106,7 +106,10 @@ class Supervisor(Shell):
         for member in self.members.values():
             self._spawn_task(self._hold(member), f"hold {member.planned.name}")
             self._spawn_task(self._locate(member), f"locate {member.planned.name}")
-        ready = asyncio.gather(self._start_trainer(), *(self._start_maker(m) for m in self._kind("maker")))
+        cursor, step = (0, 0) if self.resume is None else (self.resume["prompt_cursor"], self.resume["step"])
+        buffer = asyncio.ensure_future(self._ready(self.members["buffer"], "start", cursor, step))
+        makers = (self._start_maker(member, buffer) for member in self._kind("maker"))
+        ready = asyncio.gather(buffer, self._start_trainer(step, buffer), *makers)
         try:
             await asyncio.wait_for(ready, self.config.limits.start)
         except TimeoutError:
@@ -119,28 +122,24 @@ class Supervisor(Shell):
         self.state = "running"
         self._event("running", actors=len(self.members))
 
-    async def _start_trainer(self) -> None:
-        """Ranks and buffer, then the trainer that needs both; its first act is to publish the start weights."""
+    async def _start_trainer(self, step: int, buffer: Awaitable[None]) -> None:
+        """The ranks, then the trainer that calls them; its first act is to publish the start weights."""
         ranks = self._kind("rank")
-        cursor, step, restore = (
-            (0, 0, None)
-            if self.resume is None
-            else (self.resume["prompt_cursor"], self.resume["step"], str(Path(self.resume["folder"]) / RANKS_FOLDER))
-        )
-        buffer = self._ready(self.members["buffer"], "start", cursor, step)
+        restore = None if self.resume is None else str(Path(self.resume["folder"]) / RANKS_FOLDER)
         address = await self._ask(ranks[0], "free_address")
         buckets, *_ = await asyncio.gather(
-            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks)),
-            buffer,
+            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks))
         )
         names = [rank.planned.name for rank in ranks]
         await self._ready(self.members["weights"], "connect", names, buckets)
         trainer = self.members[f"trainer/{POLICY}"]
         await self._ready(trainer, "start", names, step)
+        await buffer
         await self._ask(trainer, "publish_start")
 
-    async def _start_maker(self, member: Member) -> None:
+    async def _start_maker(self, member: Member, buffer: Awaitable[None]) -> None:
         info = await self._ready(member, "start")
+        await buffer
         await self._ask(self.members["buffer"], "attach", info)
         self._event("attach", maker=info.name, stage=info.stage)
 
@@ -320,7 +319,7 @@ class Supervisor(Shell):
             },
             "actors": [self._actor_status(member) for member in self.members.values()],
             "buffer": {"rows": buffer.get("rows", {}), "bytes": buffer.get("bytes", 0)},
-            "ledger": buffer.get("ledger", {}).get("rows", {}),
+            "ledger": _ledger(buffer.get("ledger", {})),
             "rates": trainer.get("rates", {}),
             "bound_by": trainer.get("bound_by"),
             "knob": trainer.get("knob"),
@@ -367,6 +366,11 @@ def _threads(config: Any, planned: PlannedActor) -> int:
     elif planned.kind == "rank":
         chosen = config.trainers[POLICY].backend.threads
     return chosen or max(1, int(planned.resources.cpus))
+
+
+def _ledger(ledger: dict[str, Any]) -> dict[str, Any]:
+    """The account of rows, with that of tokens inside."""
+    return {**ledger["rows"], "tokens": ledger["tokens"]} if ledger else {}
 
 
 def _one_line(error: BaseException) -> str:

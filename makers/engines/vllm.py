@@ -35,6 +35,13 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 30.0  # longer than any single step or load should take
 
 
+def _future() -> concurrent.futures.Future[Any]:
+    """A future that its waiter cannot cancel, so that the thread may always set it."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass
 class _Counters:
     tokens_generated: int = 0
@@ -48,14 +55,14 @@ class _Update:
     version: int
     tensors: dict[str, Any]
     between_groups: bool
-    done: concurrent.futures.Future[None] = field(default_factory=lambda: _future())
+    done: concurrent.futures.Future[None] = field(default_factory=_future)
 
 
 @dataclass
 class _Addition:
     group: int
     request: GroupRequest
-    done: concurrent.futures.Future[list[Sample]] = field(default_factory=lambda: _future())
+    done: concurrent.futures.Future[list[Sample]] = field(default_factory=_future)
 
 
 class InProcessVllm:
@@ -265,10 +272,3 @@ def _vllm_core(config: VllmEngine, model_path: str, *, threads: int, **settings:
 
     prepare_environment(threads)
     return VllmCore(config, model_path, **settings)
-
-
-def _future() -> concurrent.futures.Future[Any]:
-    """A future that its waiter cannot cancel, so that the thread may always set it."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
-    return future

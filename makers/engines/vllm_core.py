@@ -232,6 +232,6 @@ def _load_in_worker(worker: Any, weights: list[tuple[str, Any]]) -> None:
             if info.can_load():
                 if info.kernel_tensors is not None:
                     layerwise._place_kernel_tensors(module, info)
-                info.reset()
+                info.reset()  # type: ignore[no-untyped-call]
         layerwise.LOADING_LAYERS.clear()
         raise

@@ -18,11 +18,14 @@ def build_algorithm(config: Grpo | CustomAlgorithm) -> Algorithm:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"algorithm.type {config.type!r} cannot be imported: {error}") from error
-    algorithm = factory(**config.options)
-    missing = [field for field in ("needs_reference", "entropy_gradient") if not hasattr(algorithm, field)]
-    if missing or not callable(algorithm):
+    try:
+        algorithm = factory(**config.options)
+    except TypeError as error:
+        raise ValueError(f"algorithm.type {config.type!r} cannot be made with options {config.options}: {error}") from error
+    missing = [name for name in ("needs_reference", "entropy_gradient", "__call__") if not hasattr(algorithm, name)]
+    if missing:
         raise ValueError(
-            f"algorithm.type {config.type!r} gives {type(algorithm).__name__}, which is not an algorithm: it must be "
-            f"callable and have needs_reference and entropy_gradient{' (missing: ' + ', '.join(missing) + ')' if missing else ''}"
+            f"algorithm.type {config.type!r} gives {type(algorithm).__name__}, which is no algorithm: "
+            f"it lacks {', '.join(missing)}"
         )
     return algorithm

@@ -1,57 +1,14 @@
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from buffer.config import BufferConfig
-from buffer.records import Lease, MakerInfo, Prompt
-from buffer.report import table_status, who_waits
+from buffer.records import MakerInfo, Prompt
 from buffer.table import ExperienceTable
-from tests.fakes import ManualClock, answer
-
-ROLLOUT = MakerInfo("r0", "rollout", "rollout", (), 4)
-REWARD = MakerInfo("s0", "reward", "reward", ("rollout",), 4)
-
-
-def new_table(clock: ManualClock | None = None, stages=("rollout", "reward"), **settings: Any) -> ExperienceTable:
-    arguments = {"groups_per_step": 2, "every": 1, "samples": 3, "total_rows": None, "seed": 5}
-    arguments |= {name: settings.pop(name) for name in list(settings) if name in arguments}
-    table = ExperienceTable(BufferConfig(**settings), stages=stages, clock=clock or ManualClock(), **arguments)
-    table.attach(ROLLOUT)
-    if "reward" in stages:
-        table.attach(REWARD)
-    return table
-
-
-def fill(table: ExperienceTable) -> list[int]:
-    admitted = []
-    while table.stalled_by() is None:
-        admitted.append(table.admit(Prompt(f"p{table.ledger.rows.admitted}", "x")))
-    return admitted
-
-
-def lease_of(table: ExperienceTable, maker: str) -> Lease:
-    lease = table.lease(maker)
-    assert lease is not None
-    return lease
-
-
-def complete_all(table: ExperienceTable) -> None:
-    for maker in ("r0", "s0"):
-        while (lease := table.lease(maker)) is not None:
-            table.commit(lease.id, answer(lease), f"{lease.stage}-{lease.row_id}")
-
-
-def train(table: ExperienceTable, step: int, publish: bool = True) -> list[int]:
-    rows = table.select(table.groups_per_step)
-    assert rows is not None
-    ids = [row.row_id for row in rows]
-    table.trained(ids, step)
-    if publish:
-        table.published(step // table.versions.every)
-    return ids
+from tests.fakes import answer
+from tests.unit.buffer.tables import ROLLOUT, complete_all, fill, lease_of, new_table, train
 
 
 def test_nothing_is_admitted_before_a_version_is_published_and_then_up_to_the_staleness_bound():
@@ -132,6 +89,17 @@ def test_a_data_failure_drops_the_row_with_its_other_leases_and_is_budgeted():
     assert "2 rows failed as data" in table.failure
     assert "row 1 (prompt 'p1'), rollout on r0: prompt too long" in table.failure
     assert table.stalled_by() == "failure"
+
+
+def test_a_dropped_row_waits_for_no_other_stage_any_more():
+    table = new_table(stages=("rollout", "reward", "teacher"))
+    table.attach(MakerInfo("t0", "teacher", "teacher", ("rollout",), 4))
+    table.published(0)
+    fill(table)
+    rollout = lease_of(table, "r0")
+    table.commit(rollout.id, answer(rollout), "tokens")
+    table.fail(lease_of(table, "s0").id, "data", "no answer field")
+    assert (table.ready("teacher"), table.lease("t0")) == (0, None)
 
 
 def test_a_complete_row_resets_the_count_of_data_failures():
@@ -231,47 +199,6 @@ def test_a_token_may_come_from_a_version_whose_publication_is_still_under_way():
     table.commit(lease.id, answer(lease, 0, max_version=1), "tokens")
 
 
-def test_fifo_waits_for_the_oldest_row_and_ready_does_not():
-    for order, expected in (("fifo", None), ("ready", [1, 2])):
-        table = new_table(order=order)
-        table.published(0)
-        fill(table)
-        slow = lease_of(table, "r0")
-        complete_all(table)
-        rows = table.select(2)
-        assert (rows and [row.row_id for row in rows]) == expected
-        table.commit(slow.id, answer(slow), "tokens")
-
-
-def test_window_takes_rows_up_to_so_many_ids_beyond_the_oldest():
-    table = new_table(order="window", window=2, max_staleness=2)
-    table.published(0)
-    fill(table)
-    slow = lease_of(table, "r0")
-    complete_all(table)
-    assert [row.row_id for row in table.select(2) or []] == [1, 2]
-    assert table.select(2) is None
-    assert table.complete == 3
-    table.commit(slow.id, answer(slow), "tokens")
-
-
-def test_ready_drops_rows_that_grew_too_old_as_stale():
-    table = new_table(order="ready", max_staleness=1)
-    table.published(0)
-    fill(table)
-    slow = lease_of(table, "r0")
-    for step in (1, 2):
-        complete_all(table)
-        train(table, step)
-        fill(table)
-    table.commit(slow.id, answer(slow), "tokens")
-    complete_all(table)
-    rows = table.select(2)
-    assert [(row.row_id, row.age) for row in rows or []] == [(5, 1), (6, 0)]
-    assert table.ledger.rows.dropped == {"stale": 1}
-    assert (0 in table.rows, table.complete, len(table.unsampled)) == (False, 1, 1)
-
-
 def test_total_rows_stops_admission_so_that_nothing_is_made_for_nobody():
     table = new_table(total_rows=5, max_staleness=3)
     table.published(0)
@@ -336,97 +263,3 @@ def test_stages_that_need_each_other_are_refused():
     table.attach(MakerInfo("a0", "a", "a", ("b",), 1))
     with pytest.raises(ValueError, match="stage b would need itself"):
         table.attach(MakerInfo("b0", "b", "b", ("a",), 1))
-
-
-def test_the_trainer_is_told_about_wrong_rows_steps_and_versions():
-    table = new_table()
-    table.published(0)
-    fill(table)
-    complete_all(table)
-    with pytest.raises(ValueError, match=r"rows \[0\]: not sampled"):
-        table.trained([0], 1)
-    rows = [row.row_id for row in table.select(2) or []]
-    with pytest.raises(ValueError, match="steps count from 1"):
-        table.trained(rows, 0)
-    with pytest.raises(ValueError, match="named twice"):
-        table.trained([0, 0], 1)
-    table.trained(rows, 1)
-    with pytest.raises(ValueError, match=r"rows \[0, 1\]: .*done with already"):
-        table.trained(rows, 1)
-    table.published(1)
-    with pytest.raises(ValueError, match="version 0 was published after version 1"):
-        table.published(0)
-
-
-def test_a_version_published_for_too_few_rows_is_found_when_a_row_is_too_old():
-    table = new_table(max_staleness=1)
-    table.published(0)
-    fill(table)
-    complete_all(table)
-    table.published(5)
-    with pytest.raises(RuntimeError, match="row 0 .* has age 5, above the bound 1 of order fifo"):
-        table.select(2)
-
-
-def test_who_waits_names_row_stage_maker_and_seconds():
-    clock = ManualClock()
-    table = new_table(clock, stages=("rollout", "reward", "judge"), max_staleness=0)
-    table.published(0)
-    fill(table)
-    rollout = lease_of(table, "r0")
-    table.commit(rollout.id, answer(rollout), "tokens")
-    lease_of(table, "s0")
-    clock.now = 3.0
-    assert who_waits(table, clock) == (
-        "row 0 (prompt 'p0') waits for reward (on s0 for 3.0 s), judge (no maker was ever attached); "
-        "row 1 (prompt 'p1') waits for rollout (a free slot on one of 1 makers), judge (no maker was ever attached); "
-        "no row is admitted because of: staleness (2 of 2 rows in flight, 0 of them trained for a version that is not "
-        "published; 300 of 2147483648 bytes; published version 0)"
-    )
-
-
-def test_a_snapshot_is_plain_json_and_the_restored_table_goes_on_with_the_same_rows():
-    table = new_table(max_staleness=1)
-    table.published(0)
-    fill(table)
-    complete_all(table)
-    train(table, 1)
-    fill(table)
-    sampled = table.select(1)
-    assert sampled is not None
-    lease_of(table, "r0")
-    state = json.loads(json.dumps(table.snapshot(lambda row, stage, reference: f"{row}/{stage}:{reference}")))
-    restored = new_table(max_staleness=1)
-    restored.restore(state, lambda row, stage, encoded: encoded.removeprefix(f"{row}/{stage}:"))
-    restored.published(1)  # what a resumed trainer says first
-    assert list(restored.rows) == [2, 3, 4, 5]
-    assert (restored.complete, restored.nbytes, restored.charged) == (2, table.nbytes, table.charged)
-    assert restored.rows[2].columns == {"rollout": "rollout-2", "reward": "reward-2"}
-    assert lease_of(restored, "r0").row_id == 4
-    assert train(restored, 2) == [2, 3]
-    with pytest.raises(ValueError, match="into a fresh table only"):
-        restored.restore(state, lambda row, stage, encoded: encoded)
-
-
-def test_the_status_counts_rows_by_stage():
-    table = new_table(max_staleness=1)
-    table.published(0)
-    fill(table)
-    complete_all(table)
-    train(table, 1)
-    fill(table)
-    lease_of(table, "r0")
-    status = json.loads(json.dumps(table_status(table)))
-    assert status["rows"] == {
-        "rollout/waiting": 1,
-        "reward/waiting": 0,
-        "rollout/leased": 1,
-        "reward/leased": 0,
-        "complete": 2,
-        "sampled": 0,
-        "unpublished": 0,
-    }
-    assert status["ledger"]["rows"] == {"admitted": 6, "trained": 2, "dropped": {}, "in_flight": 4}
-    assert status["ledger"]["tokens"] == {"admitted": 120, "trained": 60, "dropped": {}, "in_flight": 60}
-    assert status["age"] == {"mean": 1.0, "max": 1, "bound": 1}
-    assert status["admission_stalled_by"] == "staleness"

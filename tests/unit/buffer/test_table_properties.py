@@ -68,7 +68,8 @@ class TableMachine(RuleBasedStateMachine):
     def grant(self, chance, count):
         self.admit()
         for _ in range(count):
-            lease = self.table.lease(chance.choice(sorted(self.table.roster.makers)))
+            stages = [stage for stage in STAGES if self.table.ready(stage)] or list(STAGES)
+            lease = self.table.lease(chance.choice(sorted(self.table.roster.names[chance.choice(stages)])))
             if lease is not None:
                 assert lease.id not in self.granted
                 self.granted[lease.id] = lease

@@ -60,12 +60,10 @@ def test_micro_batches_are_balanced_by_tokens():
     rows = [RowShape(1, (n + 1,)) for n in (60, 50, 40, 30, 20, 10)]  # one token more than its response each
 
     plan = plan_micro_batches(
-        dict(enumerate(rows)), everything(rows), micro_batch_tokens=110, share_prompt=True, data_parallel=2
+        dict(enumerate(rows)), everything(rows), micro_batch_tokens=120, share_prompt=True, data_parallel=2
     )
 
-    assert [[size(rows, micro, True) for micro in rank] for rank in plan] == [[113 - 5], [108]] or [
-        sum(size(rows, micro, True) for micro in rank) for rank in plan
-    ] == [108, 108]
+    assert [[size(rows, micro, True) for micro in rank] for rank in plan] == [[112], [104]]  # of 216
 
 
 def test_planning_twice_gives_the_same_plan_and_it_survives_pickling():
