@@ -1,9 +1,10 @@
 """Samples a second of the whole loop: `tandem run` against TRL's GRPOTrainer, at least 3.
 
 Both: the same model, prompts, group size, samples a step, completion budget, temperature and learning rate, on the same
-cores. TRL runs as is fastest for it on CPU: parameters in bfloat16, no gradient checkpointing, `generate` of transformers.
-Its other ways to generate were tried: vLLM in the same process generates one step and then cannot take new weights on
-CPU (TRL loads them into linear layers whose weight vLLM has packed away).
+cores. TRL runs with parameters in bfloat16 (faster here than float32), no gradient checkpointing, the 64 samples in one
+batch, and `generate` of transformers. vLLM in TRL's process was tried: it generates for one step and then cannot take new
+weights on CPU, because TRL loads them into linear layers whose weight vLLM has packed away. Tandem leaves samples whose
+advantage is 0 out of the backward pass, TRL computes them; the gradient is the same.
 """
 
 from __future__ import annotations

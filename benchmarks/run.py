@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> int:
     if only is not None and only not in BENCHES:
         print(f"no bench {only!r}; there are: {', '.join(BENCHES)}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that what was started is ended
     pin_cores()
     results: list[Result] = []
     failures: dict[str, str] = {}

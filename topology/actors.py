@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from buffer.records import Lease, MakerInfo, Prompt, SampledRow
+from buffer.records import InfraFailure, Lease, MakerInfo, Prompt, SampledRow
 from topology.config import RunConfig
 from topology.names import log_file, namespace_of
 
@@ -119,14 +119,12 @@ class BufferActor(Shell):
 
     async def start(self, cursor: int, step: int) -> None:
         from buffer.buffer import Buffer
-
         from makers.prompts import open_prompts
         from topology.plan import POLICY, rollout_of, stages_of
 
         trainer = self.config.trainers[POLICY]
         prompts = await asyncio.to_thread(open_prompts, self.config.prompts)
         prompts.seek(cursor)
-        self._first = cursor
         self._buffer = Buffer(
             self.config.buffer,
             prompts,
@@ -169,9 +167,8 @@ class BufferActor(Shell):
         return self._buffer.status()
 
     async def cursor(self) -> int:
-        """Where the prompts of a resumed run begin: after the rows that are finished (in order fifo: a prefix)."""
-        ledger = self._buffer.status()["ledger"]
-        return self._first + ledger["rows"]["trained"] + sum(ledger["rows"]["dropped"].values())
+        """Where the prompts of a resumed run begin: at the oldest row that is neither trained nor dropped."""
+        return self._buffer.status()["prompts"]["oldest_unfinished"]
 
     async def fatal(self) -> str:
         """Returns when it is impossible for the run to go on: the cause."""
@@ -183,7 +180,6 @@ class MakerActor(Shell):
 
     async def start(self) -> MakerInfo:
         from makers.factory import build_maker
-
         from topology.handles import RayWeightClient
         from topology.plan import stage_of
 
@@ -203,13 +199,11 @@ class MakerActor(Shell):
     async def make(self, lease: Lease, *inputs: Any) -> tuple[Any, Any]:
         from buffer.columns import validate_columns
 
-        from buffer.records import DataFailure
-
         produced, columns = await self._maker.make(lease, dict(zip(self._needs, inputs, strict=True)))
         try:
             validate_columns(lease, columns, produced.samples)
-        except ValueError as error:
-            raise DataFailure(str(error)) from None
+        except ValueError as error:  # the maker is to blame, not the row
+            raise InfraFailure(f"{self.identity.name}: {error}") from None
         return produced, columns
 
     async def status(self) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 import ray
-from buffer.evaluation import EvaluationResult
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from buffer.evaluation import EvaluationResult
 from buffer.records import DataFailure, InfraFailure, Lease, MakerInfo, Produced, Prompt, SampledRow
 from weights.manifest import Manifest
 
@@ -64,10 +64,13 @@ class RayMaker:
         except asyncio.CancelledError:
             ray.cancel(produced)
             raise
-        except (DataFailure, InfraFailure):
-            raise
         except RayActorError as error:
             raise InfraFailure(f"{self.info.name}: {death_cause(error)}") from None
+        except RayTaskError as error:
+            # Ray's own error carries the whole remote traceback in its text; that is in the maker's log.
+            if isinstance(error.cause, DataFailure | InfraFailure):
+                raise error.cause from None
+            raise InfraFailure(f"{self.info.name}: {type(error.cause).__name__}: {error.cause}") from None
 
 
 class RayWeightClient:

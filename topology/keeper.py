@@ -29,9 +29,7 @@ GRACE = 2.0  # seconds between the run's last word and the end of its cluster: r
 PR_SET_PDEATHSIG = 1
 
 
-def start_keeper(
-    folder: RunFolder, *, cpus: int, gpus: int | None, object_store_bytes: int
-) -> subprocess.Popen[bytes]:
+def start_keeper(folder: RunFolder, *, cpus: int, gpus: int | None, object_store_bytes: int) -> subprocess.Popen[bytes]:
     """Start the keeper in a session of its own, so that it neither gets the command's Ctrl-C nor ends with it."""
     command = [sys.executable, "-m", "topology.keeper", str(folder.path), f"--cpus={cpus}"]
     command += [f"--object-store-bytes={object_store_bytes}"] + ([] if gpus is None else [f"--gpus={gpus}"])

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -27,7 +27,7 @@ from topology.runs import RunFolder, write_json
 from trainers.checkpoints import RANKS_FOLDER
 from trainers.recorder import append_event
 
-SERVICE = 30.0  # seconds in which an actor that only serves (buffer, weights) has to be up
+T = TypeVar("T")
 CLASSES: dict[str, type[Shell]] = {
     "buffer": BufferActor,
     "weights": WeightsActor,
@@ -86,8 +86,7 @@ class Supervisor(Shell):
         reporter = asyncio.create_task(self._report())
         try:
             await self._until_problem(self._bring_up())
-            await self._until_problem(self._train())
-            final, cause = "done", None
+            final, cause = "done", await self._until_problem(self._train())
         except StopRequested:
             final, cause = await self._drain()
         except RunFailed as error:
@@ -143,32 +142,34 @@ class Supervisor(Shell):
         await self._ask(self.members["buffer"], "attach", info)
         self._event("attach", maker=info.name, stage=info.stage)
 
-    async def _train(self) -> None:
+    async def _train(self) -> str | None:
+        """Until the trainer has ended; the reason if it has done fewer steps than asked."""
         trainer, buffer = self.members[f"trainer/{POLICY}"], self.members["buffer"]
         self._spawn_task(self._fatal(buffer), "fatal")
         self._spawn_task(self._ping(), "ping")
         try:
-            await trainer.handle.run.remote()  # every wait inside has its own deadline
+            ended = await trainer.handle.run.remote()  # every wait inside has its own deadline
         except Exception as error:
             raise RunFailed(f"{trainer.planned.name}: {_one_line(error)}") from None
+        return "the prompts ended before the last step" if ended == "end_of_data" else None
 
-    async def _until_problem(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _until_problem(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work` unless a problem or a stop request comes first. Of several problems the death of a process counts."""
         task = asyncio.create_task(work)
         problem = asyncio.create_task(self.problems.get())
         stop = asyncio.create_task(self.stopping.wait())
         await asyncio.wait({task, problem, stop}, return_when=asyncio.FIRST_COMPLETED)
-        failed = task.done() and not task.cancelled() and task.exception() is not None
-        if failed and not problem.done():
+        if task.done() and task.exception() is not None and not problem.done():
             await asyncio.wait({problem}, timeout=1.0)  # a failed call is often only the echo of a death
+        finished, told = task.done(), problem.done()
         for other in (task, problem, stop):
             other.cancel()
         await asyncio.gather(task, problem, stop, return_exceptions=True)
-        if problem.done() and not problem.cancelled():
+        if told:
             raise problem.result()
-        if stop.done() and not task.done():
+        if not finished:
             raise StopRequested
-        await task
+        return task.result()
 
     async def _drain(self) -> tuple[str, str | None]:
         self.state = "draining"

@@ -136,7 +136,9 @@ class TorchPolicy:
 
     def _load(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, local_files_only=True).to(self.device)
 
     def _forward(self, model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:

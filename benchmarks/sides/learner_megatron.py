@@ -11,7 +11,6 @@ import json
 import time
 
 import numpy as np
-import torch
 
 from benchmarks import batches, workload
 from topology.models import model_info
@@ -62,7 +61,6 @@ def main() -> None:
         "seconds": [compute for compute, _ in measured[1:]],
         "step_seconds": [whole for _, whole in measured[1:]],
         "tokens": batches.tokens(rows),
-        "threads": torch.get_num_threads(),
     }
     print(json.dumps(answer))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from typing import Any
@@ -101,8 +100,6 @@ def main() -> None:
         "samples": args.groups * workload.SAMPLES,
         "response_length": sum(lengths) / len(lengths),
         "reward": [entry["reward"] for entry in watch.logs if "reward" in entry],
-        "threads": torch.get_num_threads(),
-        "pid": os.getpid(),
     }
     print(json.dumps(answer), flush=True)
 

@@ -247,8 +247,8 @@ class InProcessVllm:
                 self._calls.pop(group).done.set_exception(failure)
             update.done.set_exception(failure)
         else:
+            self._counters.seconds_sync_pause += time.perf_counter() - began
             update.done.set_result(None)
-        self._counters.seconds_sync_pause += time.perf_counter() - began
         while self._held:
             self._add(self._held.popleft())
 

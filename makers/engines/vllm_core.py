@@ -225,6 +225,7 @@ def _load_in_worker(worker: Any, weights: list[tuple[str, Any]]) -> None:
     model = worker.model_runner.get_model()
     try:
         worker.reload_weights(weights_iterator=weights)
+        _refresh_tied_head(model, worker.model_config.hf_config)
     except BaseException:
         # vLLM leaves half the modules on the meta device; a later load would fail or, worse, mix old pieces in.
         for module in model.modules():
@@ -235,3 +236,18 @@ def _load_in_worker(worker: Any, weights: list[tuple[str, Any]]) -> None:
                 info.reset()  # type: ignore[no-untyped-call]
         layerwise.LOADING_LAYERS.clear()
         raise
+
+
+def _refresh_tied_head(model: Any, hf_config: Any) -> None:
+    """Derive again what an output layer computed from the embedding it is tied to.
+
+    On CPU vLLM multiplies by a packed copy of the weights. A reload brings the shared parameter up to date, but not
+    the copy of a tied output layer, to which no tensor of its own was loaded: its logits would stay those of the first
+    version.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    if getattr(hf_config, "tie_word_embeddings", False):
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)

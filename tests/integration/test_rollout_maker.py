@@ -205,8 +205,8 @@ def test_tokens_around_an_update_in_flight_carry_their_version_and_its_own_logpr
     async def scenario():
         before = await load(engine)
         generating = asyncio.ensure_future(engine.generate(request(seeds=range(8), max_tokens=400)))
-        tokens = engine.status()["seconds_generating"]
-        await until(lambda: engine.status()["seconds_generating"] > tokens + 0.05)
+        seconds = engine.status()["seconds_generating"]
+        await until(lambda: engine.status()["seconds_generating"] > seconds + 0.05)
         after = await load(engine)
         return before, after, await generating
 
@@ -235,6 +235,25 @@ def test_a_cached_prefix_is_never_used_under_newer_weights(engine):
     assert not same(old, new)
     for sample in new:
         np.testing.assert_allclose(sample.logprobs, true_logprobs(version, PROMPT, sample.token_ids), atol=TOLERANCE)
+
+
+def test_without_recomputing_old_rows_go_on_and_new_rows_see_nothing_of_the_old_cache(engine, monkeypatch):
+    monkeypatch.setattr(engine._core, "_recompute", False)
+
+    async def scenario():
+        before = await load(engine)
+        generating = asyncio.ensure_future(engine.generate(request(seeds=range(8), max_tokens=400)))
+        seconds = engine.status()["seconds_generating"]
+        await until(lambda: engine.status()["seconds_generating"] > seconds + 0.05)
+        after = await load(engine)
+        new = await engine.generate(request())
+        return before, after, await generating, new
+
+    before, after, old, new = asyncio.run(scenario())
+    assert any(set(sample.versions) == {before, after} for sample in old)
+    for sample in new:
+        assert set(sample.versions) == {after}
+        np.testing.assert_allclose(sample.logprobs, true_logprobs(after, PROMPT, sample.token_ids), atol=TOLERANCE)
 
 
 def broken_version(kind: str, version: int):

@@ -111,7 +111,7 @@ def test_trainer_and_maker_agree_on_the_log_probs(finished: Path) -> None:
 
 
 def test_the_sampled_rows_are_on_disk_with_text_tokens_and_versions(finished: Path) -> None:
-    import pyarrow.parquet as parquet
+    from pyarrow import parquet
 
     table = parquet.read_table(finished / "runs/tiny/rows/step-000001.parquet")
     assert table.num_rows == 4 * 4

@@ -21,7 +21,9 @@ def build_algorithm(config: Grpo | CustomAlgorithm) -> Algorithm:
     try:
         algorithm = factory(**config.options)
     except TypeError as error:
-        raise ValueError(f"algorithm.type {config.type!r} cannot be made with options {config.options}: {error}") from error
+        raise ValueError(
+            f"algorithm.type {config.type!r} cannot be made with options {config.options}: {error}"
+        ) from error
     missing = [name for name in ("needs_reference", "entropy_gradient", "__call__") if not hasattr(algorithm, name)]
     if missing:
         raise ValueError(

@@ -52,7 +52,9 @@ class SegmentAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         layout = packed_seq_params
-        assert layout is not None and layout.cos is not None and layout.sin is not None, "rows must be packed"
+        assert layout is not None, "rows must be packed"
+        assert layout.cos is not None
+        assert layout.sin is not None
         dtype = query.dtype
         query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
         value = value.to(query.dtype)

@@ -1,7 +1,7 @@
 """Checkpoints of a Megatron learner: model, optimizer and random states, through Megatron's distributed checkpoint.
 
 Guarantees: a folder appears complete or not at all; restoring continues bit by bit; a folder that is missing, incomplete
-or of another model is refused with the reason, and nothing is loaded from it.
+(by the sizes of its files) or of another model is refused with the reason before anything is loaded from it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from trainers.checkpoints import CheckpointError
-from trainers.megatron.optimizer import materialise_state, separate_steps
+from trainers.megatron.optimizer import load_state, materialise_state
 
 MODEL_FILE = "model.json"
 
@@ -37,7 +38,8 @@ def save(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
     dist_checkpointing.save(state, str(partial), ("torch_dist", 1), content_metadata=stored)
     dist.barrier()
     if _is_first():
-        (partial / MODEL_FILE).write_text(json.dumps(fingerprint(hf_config)))
+        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+        (partial / MODEL_FILE).write_text(json.dumps({"model": fingerprint(hf_config), "files": files}, indent=1))
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)
@@ -45,17 +47,16 @@ def save(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
 
 
 def restore(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
-    """Collective. Raises CheckpointError."""
+    """Collective. Raises CheckpointError. A file that fails while it is read leaves the learner unusable."""
     check(folder, hf_config)
     materialise_state(optimizer)
     metadata = _metadata()
     try:
         state = dist_checkpointing.load(_sharded_state(model, optimizer, metadata, loading=True), str(folder))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is not an Exception
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    separate_steps(optimizer)
+    load_state(optimizer, state["optimizer"])
     random = state["random"][0]
     torch.set_rng_state(random["torch"])
     tensor_parallel.get_cuda_rng_tracker().set_states(random["tracker"])
@@ -68,13 +69,17 @@ def check(folder: Path, hf_config: Any) -> None:
         raise CheckpointError(f"{folder} is not a complete checkpoint of a learner: it has no {MODEL_FILE}")
     try:
         stored = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file} is broken: {error}") from error
-    expected = fingerprint(hf_config)
-    different = [name for name, value in expected.items() if stored.get(name) != value]
+        there, files = stored["model"], stored["files"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{file} is broken ({type(error).__name__}: {error})") from error
+    here = fingerprint(hf_config)
+    different = [f"{name} {there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]]
     if different:
-        changes = ", ".join(f"{name} {stored.get(name)} there, {expected[name]} here" for name in different)
-        raise CheckpointError(f"{folder} is of another model: {changes}")
+        raise CheckpointError(f"{folder} is of another model: {', '.join(different)}")
+    for name, size in files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if found != size:
+            raise CheckpointError(f"{folder} is incomplete: {name} has {found} bytes, {size} were written")
 
 
 def fingerprint(hf_config: Any) -> dict[str, Any]:

@@ -6,38 +6,33 @@ the layout of the micro-batches, and a restored checkpoint continues bit by bit.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
-
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from trainers.megatron import checkpoint, cpu, optimizer
-    from trainers.megatron.attention import PackedLayout, attention_dtype, rotary_tables
-    from trainers.megatron.model import (
-        build_bridge,
-        build_model,
-        export_weights,
-        load_weights,
-        read_config,
-        substituted,
-    )
-    from trainers.megatron.process_group import join, leave
 
 from trainers.algorithms.factory import build_algorithm
 from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import StepResult
+from trainers.megatron import checkpoint, cpu, optimizer
+from trainers.megatron.attention import PackedLayout, attention_dtype, rotary_tables
+from trainers.megatron.model import (
+    build_bridge,
+    build_model,
+    export_weights,
+    load_weights,
+    read_config,
+    substituted,
+)
+from trainers.megatron.process_group import join, leave
 from trainers.packing import PackedBatch
 from trainers.rank import Rendezvous
 from trainers.step import LossFunction, Stepper
@@ -56,6 +51,11 @@ class MegatronLearner:
         failures_folder: Path | None = None,
     ) -> None:
         assert isinstance(config.backend, MegatronBackend)
+        if config.backend.pipeline_parallel > 1:
+            raise ValueError(
+                f"backend.pipeline_parallel is {config.backend.pipeline_parallel}: the megatron backend trains with 1; "
+                "use tensor_parallel or data_parallel"
+            )
         self._config = config
         self._model_path = model_path
         self._rendezvous = rendezvous
@@ -70,7 +70,13 @@ class MegatronLearner:
             cpu.install()
         optimizer.install_checkpoint_fixes()
         join(self._rendezvous, backend, self._seed)
-        self.policy = MegatronPolicy(self._config, self._model_path, self._hf_config, self._algorithm.needs_reference)
+        try:
+            self.policy = MegatronPolicy(
+                self._config, self._model_path, self._hf_config, self._algorithm.needs_reference
+            )
+        except BaseException:
+            leave()
+            raise
         self._stepper = Stepper(
             self.policy,
             self._algorithm,
@@ -105,7 +111,9 @@ class MegatronPolicy:
         backend = config.backend
         assert isinstance(backend, MegatronBackend)
         dtype = getattr(torch, backend.dtype)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         self.share_prompt = backend.share_prompt
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.bridge = build_bridge(hf_config, dtype, recompute=backend.recompute)
@@ -128,7 +136,7 @@ class MegatronPolicy:
             results.append(output[0])
             return output[0]
 
-        with substituted(self.module, self._start_weights if of_start_weights else {}):
+        with torch.no_grad(), substituted(self.module, self._start_weights if of_start_weights else {}):
             self._run(batches, lambda _: collect, forward_only=True)
         return results
 

@@ -111,7 +111,7 @@ def build_bridge(hf_config: Any, dtype: torch.dtype, *, recompute: bool) -> Brid
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     bridge.set_extra_args(
         use_cpu_initialization=not torch.cuda.is_available(),
-        sequence_parallel=tensor_parallel > 1,
+        sequence_parallel=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,

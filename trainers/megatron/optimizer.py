@@ -1,9 +1,9 @@
 """Megatron's optimizer over DDP, and what it takes to use it with torch's Adam.
 
-The distributed optimizer without Transformer Engine or Apex has three faults in its checkpoints: its state cannot be
-read before the first step, the step of Adam cannot be loaded, and after loading all parameters share one step tensor,
-so that Adam's step grows by the number of parameters each time. `materialise_state` and `separate_steps` work around
-the first and the third, `_set_main_state` around the second.
+Without Transformer Engine or Apex its checkpoints have four faults. The distributed optimizer's state cannot be read
+before the first step (`materialise_state`), its step cannot be loaded (`_set_main_state`), and after loading all
+parameters share one step tensor, so that Adam's step grows by the number of parameters each time (`load_state`). The
+other optimizers leave out the step while it is 0 (`load_state`).
 """
 
 from __future__ import annotations
@@ -76,12 +76,16 @@ def materialise_state(optimizer: Any) -> None:
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
-def separate_steps(optimizer: Any) -> None:
-    """Give every parameter a step tensor of its own."""
+def load_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """Load a state that was read from a checkpoint."""
+    per_parameter = state.get("optimizer", state).get("state")
+    if per_parameter is not None:
+        per_parameter.setdefault("common_step", torch.zeros((), dtype=torch.float32))
+    optimizer.load_state_dict(state)
     for inner in _parts(optimizer):
         for parameter in _parameters(inner):
-            state = inner.optimizer.state[parameter]
-            state["step"] = state["step"].clone()
+            moments = inner.optimizer.state[parameter]
+            moments["step"] = moments["step"].clone()
 
 
 def install_checkpoint_fixes() -> None:

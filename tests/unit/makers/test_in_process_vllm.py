@@ -103,8 +103,11 @@ def version(number: int):
 
 
 async def until(condition) -> None:
-    while not condition():
+    for _ in range(20000):
+        if condition():
+            return
         await asyncio.sleep(0.001)
+    raise AssertionError("the condition did not come true")
 
 
 def test_an_exception_inside_a_step_fails_every_waiting_and_every_later_call():
