@@ -27,7 +27,7 @@ from topology.names import log_file, namespace_of
 
 if TYPE_CHECKING:
     from topology.handles import RayExporter
-    from trainers.rank import Rendezvous
+    from trainers.learner import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class RankActor(Shell):
 
     async def start(self, index: int, world: int, address: str, restore: str | None) -> int:
         """Load the model (and the checkpoint); the number of buckets of an export."""
-        from trainers.rank import Rendezvous
+        from trainers.learner import Rendezvous
 
         rendezvous = Rendezvous(index, world, address, self.config.limits.step)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)

@@ -94,7 +94,7 @@ class _UniqueKeys(yaml.SafeLoader):
 def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
+        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
         if key in seen:
             raise ConfigError(f"line {key_node.start_mark.line + 1}: key `{key}` stands twice in one section")
         seen.add(key)

@@ -24,7 +24,8 @@ def export_policy(folder: RunFolder, destination: Path) -> int:
     except (CheckpointError, ModelError) as error:
         raise ConfigError(str(error)) from None
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch: nothing is worth compiling for one export
-    from trainers.rank import Rendezvous, TrainerRank
+    from trainers.learner import Rendezvous
+from trainers.rank import TrainerRank
 
     rank = TrainerRank(
         config.trainers[POLICY],

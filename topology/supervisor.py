@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from topology.actors import BufferActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
 from topology.handles import ActorLost, call
+from topology.members import Member, snapshot, threads_of
 from topology.names import log_file
 from topology.plan import POLICY, Plan, PlannedActor
 from topology.runs import RunFolder, write_json
@@ -46,17 +46,6 @@ class StopRequested(Exception):
     pass
 
 
-@dataclass
-class Member:
-    """One actor under supervision."""
-
-    planned: PlannedActor
-    handle: Any
-    state: str = "starting"  # starting, ready, dead
-    place: dict[str, Any] = field(default_factory=dict)  # pid and node, once it has answered
-    status: dict[str, Any] = field(default_factory=dict)
-
-
 class Supervisor(Shell):
     def __init__(self, identity: Identity, plan: Plan, resume: dict[str, Any] | None) -> None:
         super().__init__(identity)
@@ -69,7 +58,6 @@ class Supervisor(Shell):
         self.background: set[asyncio.Task[None]] = set()
         self.stopping = asyncio.Event()
         self.stop_now = False
-        self.ended = asyncio.Event()
 
     async def start(self) -> None:
         """Begin, and return at once: the run does not depend on whoever started it."""
@@ -103,8 +91,8 @@ class Supervisor(Shell):
             if planned.kind != "supervisor":
                 self.members[planned.name] = Member(planned, self._create(planned))
         for member in self.members.values():
-            self._spawn_task(self._hold(member), f"hold {member.planned.name}")
-            self._spawn_task(self._locate(member), f"locate {member.planned.name}")
+            self._spawn_task(self._hold(member), f"hold {member.name}")
+            self._spawn_task(self._locate(member), f"locate {member.name}")
         cursor, step = (0, 0) if self.resume is None else (self.resume["prompt_cursor"], self.resume["step"])
         buffer = asyncio.ensure_future(self._ready(self.members["buffer"], "start", cursor, step))
         makers = (self._start_maker(member, buffer) for member in self._kind("maker"))
@@ -129,7 +117,7 @@ class Supervisor(Shell):
         buckets, *_ = await asyncio.gather(
             *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks))
         )
-        names = [rank.planned.name for rank in ranks]
+        names = [rank.name for rank in ranks]
         await self._ready(self.members["weights"], "connect", names, buckets)
         trainer = self.members[f"trainer/{POLICY}"]
         await self._ready(trainer, "start", names, step)
@@ -150,7 +138,7 @@ class Supervisor(Shell):
         try:
             ended = await trainer.handle.run.remote()  # every wait inside has its own deadline
         except Exception as error:
-            raise RunFailed(f"{trainer.planned.name}: {_one_line(error)}") from None
+            raise RunFailed(f"{trainer.name}: {_one_line(error)}") from None
         return "the prompts ended before the last step" if ended == "end_of_data" else None
 
     async def _until_problem(self, work: Coroutine[Any, Any, T]) -> T:
@@ -179,7 +167,7 @@ class Supervisor(Shell):
             return "stopped", None
         self.stopping.clear()
         try:
-            await call(trainer.handle.stop.remote(), self.config.limits.stop, f"{trainer.planned.name}: stop")
+            await call(trainer.handle.stop.remote(), self.config.limits.stop, f"{trainer.name}: stop")
         except Exception as error:
             return "stopped", f"not drained: {_one_line(error)}"
         return "stopped", None
@@ -213,16 +201,7 @@ class Supervisor(Shell):
         if planned.kind in ("buffer", "weights", "trainer"):  # they write to the run folder, which is on this node
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
-        mine = self.identity
-        identity = Identity(
-            mine.run,
-            planned.name,
-            mine.folder,
-            mine.python_path,
-            _threads(self.config, planned),
-            mine.config,
-            mine.model_path,
-        )
+        identity = replace(self.identity, name=planned.name, threads=threads_of(self.config, planned))
         return ray.remote(CLASSES[planned.kind]).options(**options).remote(identity)
 
     def _kind(self, kind: str) -> list[Member]:
@@ -234,7 +213,7 @@ class Supervisor(Shell):
         return answer
 
     async def _ask(self, member: Member, method: str, *args: Any) -> Any:
-        name = member.planned.name
+        name = member.name
         try:
             return await call(
                 getattr(member.handle, method).remote(*args), self.config.limits.start, f"{name}: {method}"
@@ -250,10 +229,10 @@ class Supervisor(Shell):
     async def _hold(self, member: Member) -> None:
         """Fails as soon as the process is gone."""
         try:
-            await call(member.handle.hold.remote(), float("inf"), member.planned.name)
+            await call(member.handle.hold.remote(), float("inf"), member.name)
         except Exception as error:
             member.state = "dead"
-            self._event("death", actor=member.planned.name, cause=str(error))
+            self._event("death", actor=member.name, cause=str(error))
             self.problems.put_nowait(RunFailed(f"{error}; see {self._log_of(member)}"))
 
     async def _fatal(self, buffer: Member) -> None:
@@ -271,7 +250,7 @@ class Supervisor(Shell):
             try:
                 await asyncio.wait_for(member.handle.ping.remote(), limit)
             except TimeoutError:
-                name = member.planned.name
+                name = member.name
                 self.problems.put_nowait(RunFailed(f"{name}: hung, no answer for limits.ping = {limit:g} s"))
             except ray.exceptions.RayActorError:
                 return  # its death is reported by `_hold`
@@ -295,7 +274,7 @@ class Supervisor(Shell):
             try:
                 member.status = await asyncio.wait_for(member.handle.status.remote(), 2.0)
             except Exception as error:  # a busy or dying actor keeps its last status; others report its death
-                log.info("no status from %s: %s", member.planned.name, type(error).__name__)
+                log.info("no status from %s: %s", member.name, type(error).__name__)
 
         await asyncio.gather(*(one(member) for member in self.members.values()))
 
@@ -303,44 +282,8 @@ class Supervisor(Shell):
         return self._snapshot()
 
     def _snapshot(self) -> dict[str, Any]:
-        trainer = self._status_of(f"trainer/{POLICY}")
-        buffer = self._status_of("buffer")
-        versions = [m.status["version"] for m in self._kind("maker") if m.status.get("version") is not None]
-        return {
-            "name": self.identity.run,
-            "state": self.state,
-            "cause": self.cause,
-            "step": trainer.get("step", 0),
-            "steps": self.config.trainers[POLICY].steps,
-            "phase": trainer.get("phase"),
-            "versions": {
-                "trainer": trainer.get("version"),
-                "maker_min": min(versions, default=None),
-                "maker_max": max(versions, default=None),
-            },
-            "actors": [self._actor_status(member) for member in self.members.values()],
-            "buffer": {"rows": buffer.get("rows", {}), "bytes": buffer.get("bytes", 0)},
-            "ledger": _ledger(buffer.get("ledger", {})),
-            "rates": trainer.get("rates", {}),
-            "bound_by": trainer.get("bound_by"),
-            "knob": trainer.get("knob"),
-            "held_out": trainer.get("held_out"),
-            "folder": self.identity.folder,
-            "time": time.time(),
-        }
-
-    def _status_of(self, name: str) -> dict[str, Any]:
-        return self.members[name].status if name in self.members else {}
-
-    def _actor_status(self, member: Member) -> dict[str, Any]:
-        return {
-            "name": member.planned.name,
-            "kind": member.planned.kind,
-            "state": member.state,
-            "pid": member.place.get("pid"),
-            "node": member.place.get("node"),
-            "version": member.status.get("version"),
-        }
+        folder = self.identity.folder
+        return snapshot(self.config, self.members, state=self.state, cause=self.cause, folder=folder)
 
     def _write_status(self) -> None:
         write_json(self.folder.status_file, self._snapshot())
@@ -349,29 +292,13 @@ class Supervisor(Shell):
         append_event(self.folder.events, kind, **values)
 
     def _log_of(self, member: Member) -> str:
-        return str(log_file(".", member.planned.name))
+        return str(log_file(".", member.name))
 
     def _spawn_task(self, work: Awaitable[None], name: str) -> None:
         task = asyncio.ensure_future(work)
         task.set_name(name)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
-
-
-def _threads(config: Any, planned: PlannedActor) -> int:
-    """CPU threads of an actor: its engine's or backend's own setting, else the CPUs it asks for."""
-    chosen: int | None = None
-    if planned.kind == "maker":
-        engine = getattr(config.makers[planned.name.split("/")[1]], "engine", None)
-        chosen = engine.threads if engine is not None else None
-    elif planned.kind == "rank":
-        chosen = config.trainers[POLICY].backend.threads
-    return chosen or max(1, int(planned.resources.cpus))
-
-
-def _ledger(ledger: dict[str, Any]) -> dict[str, Any]:
-    """The account of rows, with that of tokens inside."""
-    return {**ledger["rows"], "tokens": ledger["tokens"]} if ledger else {}
 
 
 def _one_line(error: BaseException) -> str:

@@ -38,6 +38,16 @@ class StepResult:
     skipped: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one trainer meet. `address` is `host:port` of the store that rank 0 opens."""
+
+    rank: int
+    world_size: int
+    address: str
+    timeout: float  # seconds, for the meeting and for every collective after it
+
+
 class Learner(Protocol):
     """One process of a model under training."""
 

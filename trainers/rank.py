@@ -6,28 +6,17 @@ the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
-from trainers.learner import Learner, StepResult
+from trainers.learner import Learner, Rendezvous, StepResult
 
 if TYPE_CHECKING:
     import numpy as np
 
     from weights.manifest import Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the ranks of one trainer meet. `address` is `host:port` of the store that rank 0 opens."""
-
-    rank: int
-    world_size: int
-    address: str
-    timeout: float  # seconds, for the meeting and for every collective after it
 
 
 class TrainerRank:

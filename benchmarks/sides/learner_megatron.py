@@ -16,7 +16,8 @@ from benchmarks import batches, workload
 from topology.models import model_info
 from trainers.batch import RowShape, plan_step
 from trainers.config import Grpo, MegatronBackend, Optimizer, TrainerConfig
-from trainers.rank import Rendezvous, TrainerRank
+from trainers.learner import Rendezvous
+from trainers.rank import TrainerRank
 
 COMPUTE = ("pack", "train")  # phases of a step that make up forward and backward
 

@@ -19,8 +19,8 @@ from topology.models import resolve_model
 from trainers.batch import RowShape, StepPlan, plan_step
 from trainers.checkpoints import CheckpointError
 from trainers.config import TrainerConfig
-from trainers.learner import StepResult
-from trainers.rank import Rendezvous, TrainerRank
+from trainers.learner import Rendezvous, StepResult
+from trainers.rank import TrainerRank
 from weights.packing import unpack
 
 FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")

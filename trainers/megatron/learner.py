@@ -21,7 +21,7 @@ from trainers.algorithms.factory import build_algorithm
 from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
-from trainers.learner import StepResult
+from trainers.learner import Rendezvous, StepResult
 from trainers.megatron import checkpoint, cpu, optimizer
 from trainers.megatron.attention import PackedLayout, attention_dtype, rotary_tables
 from trainers.megatron.model import (
@@ -34,7 +34,6 @@ from trainers.megatron.model import (
 )
 from trainers.megatron.process_group import join, leave
 from trainers.packing import PackedBatch
-from trainers.rank import Rendezvous
 from trainers.step import LossFunction, Stepper
 
 

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from trainers.config import MegatronBackend
-from trainers.rank import Rendezvous
+from trainers.learner import Rendezvous
 
 
 def join(rendezvous: Rendezvous, backend: MegatronBackend, seed: int) -> None:

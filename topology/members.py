@@ -1,0 +1,84 @@
+"""The actors of a run as its supervisor knows them, and the status object that the world reads. Free of ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from topology.config import RunConfig
+from topology.plan import POLICY, PlannedActor
+
+
+@dataclass
+class Member:
+    """One actor under supervision. `status` is what it last said of itself."""
+
+    planned: PlannedActor
+    handle: Any
+    state: str = "starting"  # starting, ready, dead
+    place: dict[str, Any] = field(default_factory=dict)  # pid and node, once it has answered
+    status: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.planned.name
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.planned.kind,
+            "state": self.state,
+            "pid": self.place.get("pid"),
+            "node": self.place.get("node"),
+            "version": self.status.get("version"),
+        }
+
+
+def snapshot(
+    config: RunConfig, members: Mapping[str, Member], *, state: str, cause: str | None, folder: str
+) -> dict[str, Any]:
+    """The object that `tandem status --json` prints."""
+
+    def status_of(name: str) -> dict[str, Any]:
+        return members[name].status if name in members else {}
+
+    trainer, buffer = status_of(f"trainer/{POLICY}"), status_of("buffer")
+    makers = [member.status.get("version") for member in members.values() if member.planned.kind == "maker"]
+    versions = [version for version in makers if version is not None]
+    ledger = buffer.get("ledger")
+    return {
+        "name": config.name,
+        "state": state,
+        "cause": cause,
+        "step": trainer.get("step", 0),
+        "steps": config.trainers[POLICY].steps,
+        "phase": trainer.get("phase"),
+        "versions": {
+            "trainer": trainer.get("version"),
+            "maker_min": min(versions, default=None),
+            "maker_max": max(versions, default=None),
+        },
+        "actors": [member.row() for member in members.values()],
+        "buffer": {"rows": buffer.get("rows", {}), "bytes": buffer.get("bytes", 0)},
+        "ledger": {**ledger["rows"], "tokens": ledger["tokens"]} if ledger else {},
+        "failures": buffer.get("failures", {}),
+        "rates": trainer.get("rates", {}),
+        "bound_by": trainer.get("bound_by"),
+        "knob": trainer.get("knob"),
+        "held_out": trainer.get("held_out"),
+        "folder": folder,
+        "time": time.time(),
+    }
+
+
+def threads_of(config: RunConfig, planned: PlannedActor) -> int:
+    """CPU threads of an actor: its engine's or backend's own setting, else the CPUs it asks for."""
+    chosen: int | None = None
+    if planned.kind == "maker":
+        engine = getattr(config.makers[planned.name.split("/")[1]], "engine", None)
+        chosen = engine.threads if engine is not None else None
+    elif planned.kind == "rank":
+        chosen = config.trainers[POLICY].backend.threads
+    return chosen or max(1, int(planned.resources.cpus))
