@@ -25,7 +25,7 @@ def export_policy(folder: RunFolder, destination: Path) -> int:
         raise ConfigError(str(error)) from None
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch: nothing is worth compiling for one export
     from trainers.learner import Rendezvous
-from trainers.rank import TrainerRank
+    from trainers.rank import TrainerRank
 
     rank = TrainerRank(
         config.trainers[POLICY],
