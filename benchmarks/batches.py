@@ -31,6 +31,7 @@ def rows(shape: str, vocabulary: int, seed: int = workload.SEED) -> list[Columns
                 "behaviour_logprobs": np.full(tokens, -10.0, np.float32),
                 "policy_versions": np.zeros(tokens, np.int32),
                 "finish_reasons": np.zeros(workload.SAMPLES, np.int8),
+                "temperatures": np.ones(workload.SAMPLES, np.float32),
             }
         )
     return made

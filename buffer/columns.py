@@ -1,7 +1,7 @@
 """The columns of each stage, and the check that a bad batch dies at its source.
 
 Columns are flat numpy arrays by name, one dict for one stage of one row; offsets say where each sample begins. A maker checks
-what it made with `validate_columns` before it answers, so an error carries the row and sample it belongs to.
+what it made with `validate_answer` before it answers, so an error carries the row and sample it belongs to.
 `rollout` and `reward` have the schemas below; the columns of any other stage are flat numeric arrays of its own choice.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from buffer.records import Lease
+from buffer.records import Lease, Produced
 
 Columns = dict[str, np.ndarray]
 
@@ -35,6 +35,7 @@ ROLLOUT: Mapping[str, Column] = {
     "behaviour_logprobs": Column(np.float32, "response token"),  # of the distribution that was sampled from
     "policy_versions": Column(np.int32, "response token"),
     "finish_reasons": Column(np.int8, "sample"),
+    "temperatures": Column(np.float32, "sample"),  # that the log-probs were taken at; 1 for greedy samples
 }
 REWARD: Mapping[str, Column] = {"rewards": Column(np.float32, "sample")}
 REWARD_FUNCTION = Column(np.float32, "sample")  # of a column named `reward/NAME`, unweighted
@@ -57,6 +58,26 @@ def validate_columns(lease: Lease, columns: Mapping[str, np.ndarray], samples: i
             _check_rewards(columns, samples)
     except ValueError as error:
         raise ValueError(f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage}: {error}") from None
+
+
+def validate_answer(lease: Lease, produced: Produced, columns: Mapping[str, np.ndarray]) -> None:
+    """`validate_columns` for the samples the lease asks for; and what `produced` says of the columns must be true.
+
+    The table, which never sees columns, goes by `produced`: its ages and bytes are only as good as this.
+    """
+    validate_columns(lease, columns, lease.samples)
+    told: dict[str, int | None] = {"samples": produced.samples, "nbytes": produced.nbytes}
+    found: dict[str, int | None] = {"samples": lease.samples, "nbytes": nbytes(columns)}
+    if lease.stage == "rollout":
+        versions = columns["policy_versions"]
+        told |= {"tokens": produced.tokens, "min_version": produced.min_version, "max_version": produced.max_version}
+        found |= {"tokens": versions.size, "min_version": int(versions.min()), "max_version": int(versions.max())}
+    wrong = [f"{name} {told[name]}, not {value}" for name, value in found.items() if told[name] != value]
+    if wrong:
+        raise ValueError(
+            f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage}: the answer beside the columns says "
+            f"{'; '.join(wrong)}"
+        )
 
 
 def _check_arrays(columns: Mapping[str, np.ndarray]) -> None:
@@ -97,6 +118,9 @@ def _check_rollout(columns: Mapping[str, np.ndarray], samples: int, min_version:
     reasons = columns["finish_reasons"]
     known = np.isin(reasons, (FINISHED_BY_STOP, FINISHED_BY_LENGTH))
     _require(known, reasons, "finish_reasons", "a reason is 0 (stop) or 1 (length)")
+    temperatures = columns["temperatures"]
+    positive = np.isfinite(temperatures) & (temperatures > 0)
+    _require(positive, temperatures, "temperatures", "a temperature is finite and > 0 (1 for greedy samples)")
 
 
 def _check_rewards(columns: Mapping[str, np.ndarray], samples: int) -> None:

@@ -12,6 +12,7 @@ through the attempts of every row while a healthy one is busy.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from buffer.table import ExperienceTable, FailureKind
 
 FIRST_PAUSE = 0.5  # seconds after a maker's first failure in a row
 LONGEST_PAUSE = 30.0
+log = logging.getLogger("buffer")
 
 
 class MakerHandle(Protocol):
@@ -218,7 +220,16 @@ class Dispatcher:
         self._end(call)
 
     def _fail(self, call: _Call, kind: FailureKind, text: str) -> None:
-        maker = call.maker
+        maker, lease = call.maker, call.lease
+        log.warning(
+            "row %d (prompt %s): %s failed (%s) on %s: %s",
+            lease.row_id,
+            lease.prompt.id,
+            lease.stage,
+            kind,
+            maker.info.name,
+            text,
+        )
         maker.failures += 1
         if kind != "data":
             self._pause(maker)

@@ -203,6 +203,8 @@ def _columns(request: GroupRequest, samples: list[Sample]) -> Columns:
         "behaviour_logprobs": np.concatenate([sample.logprobs for sample in samples]),
         "policy_versions": np.concatenate([sample.versions for sample in samples]),
         "finish_reasons": np.asarray(reasons, np.int8),
+        # Greedy samples come with the log-probs of the distribution as it is.
+        "temperatures": np.full(len(samples), request.temperature or 1.0, np.float32),
     }
 
 

@@ -47,6 +47,7 @@ def make_row(
         "behaviour_logprobs": np.full(total, -0.5, dtype=np.float32),
         "policy_versions": np.full(total, version, dtype=np.int32),
         "finish_reasons": np.array(finish if finish is not None else [0] * len(lengths), dtype=np.int8),
+        "temperatures": np.ones(len(lengths), dtype=np.float32),
     }
     values = np.array(rewards, dtype=np.float32)
     newest = version if max_version is None else max_version

@@ -8,7 +8,13 @@ import numpy as np
 
 
 def rollout_columns(
-    rng: np.random.Generator, prompt: int, responses: Sequence[int], *, vocab: int = 300, version: int = 0
+    rng: np.random.Generator,
+    prompt: int,
+    responses: Sequence[int],
+    *,
+    vocab: int = 300,
+    version: int = 0,
+    temperature: float = 1.0,
 ) -> dict[str, np.ndarray]:
     """Columns of stage `rollout` with random tokens: `prompt` prompt tokens, and responses of the given lengths."""
     tokens = sum(responses)
@@ -19,4 +25,5 @@ def rollout_columns(
         "behaviour_logprobs": -np.abs(rng.normal(5.0, 1.0, tokens)).astype(np.float32),
         "policy_versions": np.full(tokens, version, dtype=np.int32),
         "finish_reasons": np.zeros(len(responses), dtype=np.int8),
+        "temperatures": np.full(len(responses), temperature, dtype=np.float32),
     }

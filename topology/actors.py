@@ -197,11 +197,11 @@ class MakerActor(Shell):
         return MakerInfo(self.identity.name, config.kind, stage_of(config, group), self._needs, self._maker.slots)
 
     async def make(self, lease: Lease, *inputs: Any) -> tuple[Any, Any]:
-        from buffer.columns import validate_columns
+        from buffer.columns import validate_answer
 
         produced, columns = await self._maker.make(lease, dict(zip(self._needs, inputs, strict=True)))
         try:
-            validate_columns(lease, columns, produced.samples)
+            validate_answer(lease, produced, columns)
         except ValueError as error:  # the maker is to blame, not the row
             raise InfraFailure(f"{self.identity.name}: {error}") from None
         return produced, columns

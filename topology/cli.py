@@ -12,7 +12,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from topology.config import ConfigError
 from topology.runs import ENDED, RunError, all_runs, existing_run
@@ -94,7 +96,7 @@ def list_runs(
         table = Table("run", "state", "step", "cause", box=None)
         for status in statuses:
             steps = f"{status['step']}/{status['steps']}" if status.get("steps") else str(status["step"])
-            table.add_row(status["name"], status["state"], steps, status.get("cause") or "")
+            table.add_row(status["name"], status["state"], steps, Text(status.get("cause") or ""))
         out.print(table if statuses else f"no runs in {root}")
 
 
@@ -227,14 +229,16 @@ def _finish(run: Any, ended: dict[str, Any]) -> NoReturn:
     from topology.report import build_report, summary
 
     run.wait_for_cluster_end()
-    if run.folder.metrics.exists():
+    if run.folder.tail(run.folder.metrics, 1):
         report = build_report(run.folder.path)
         out.print(summary(run.folder.path))
-        out.print(f"report: {report}")
+        out.print(f"report: {escape(str(report))}", soft_wrap=True)
     if ended["state"] == "failed":
-        err.print(f"[red]run {run.name} failed:[/red] {ended['cause']}", soft_wrap=True)
-        raise typer.Exit(FAILED)
-    out.print(f"run {run.name}: {ended['state']} at step {ended['step']}, folder {run.folder.path}")
+        _leave(f"[red]run {run.name} failed:[/red] {escape(str(ended['cause']))}", FAILED)
+    steps = f"{ended['step']} of {ended['steps']}" if ended.get("steps") else ended["step"]
+    cause = f" ({ended['cause']})" if ended.get("cause") else ""
+    told = f"run {run.name}: {ended['state']} at step {steps}{cause}, folder {run.folder.path}"
+    out.print(told, soft_wrap=True, markup=False)
     raise typer.Exit(0)
 
 
@@ -244,15 +248,11 @@ def errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _leave(f"[red]error:[/red] {_escape(str(error))}", WRONG)
+        _leave(f"[red]error:[/red] {escape(str(error))}", WRONG)
     except (RunError, TimeoutError) as error:
-        _leave(f"[red]failed:[/red] {_escape(str(error))}", FAILED)
+        _leave(f"[red]failed:[/red] {escape(str(error))}", FAILED)
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def _leave(message: str, code: int) -> NoReturn:

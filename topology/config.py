@@ -21,6 +21,7 @@ from trainers.config import MetricsConfig, TrainerConfig
 from weights.config import WeightsConfig
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+RUN_NAME_IN_WORDS = "lower-case letters, digits, dot, dash and underscore (at most 63)"
 
 
 class ConfigError(Exception):
@@ -183,12 +184,21 @@ def _describe(problem: Any, data: Any) -> str:
         return f"{where}: unknown key{_nearest(str(path[-1]))}"
     if kind == "missing":
         return f"{where}: missing"
+    if kind == "model_type":
+        return f"{where}: a section of keys is needed (given: {_shown(given)})"
+    if kind == "string_pattern_mismatch":
+        form = "package.module:name" if ":" in problem["ctx"]["pattern"] else RUN_NAME_IN_WORDS
+        return f"{where}: {form} is needed (given: {_shown(given)})"
     message = problem["msg"].removeprefix("Value error, ")
     if kind.startswith("union_tag"):
-        expected = problem.get("ctx", {}).get("expected_tags", "")
+        expected = problem.get("ctx", {}).get("expected_tags", "").replace(", 'custom'", "")
         return f"{where}: unknown kind or type{'' if not expected else f'; known: {expected}'}, or package.module:Name"
+    return f"{where}: {message} (given: {_shown(given)})"
+
+
+def _shown(given: Any) -> str:
     shown = repr(given)
-    return f"{where}: {message} (given: {shown if len(shown) <= 60 else shown[:57] + '...'})"
+    return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def _written_path(location: tuple[Any, ...], data: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from topology.config import ConfigError, load_config
 from topology.models import ModelError, resolve_model
 from topology.plan import POLICY
-from topology.runs import RunFolder
+from topology.runs import RunError, RunFolder
 
 
 def export_policy(folder: RunFolder, destination: Path) -> int:
@@ -16,7 +16,7 @@ def export_policy(folder: RunFolder, destination: Path) -> int:
     from trainers.checkpoints import RANKS_FOLDER, CheckpointError, find_latest
 
     if destination.exists():
-        raise ConfigError(f"{destination} exists: choose a folder that does not")
+        raise ConfigError(f"{destination} exists: choose a folder that does not, or remove it")
     config = load_config(folder.config)
     try:
         checkpoint = find_latest(folder.checkpoints)
@@ -38,6 +38,10 @@ def export_policy(folder: RunFolder, destination: Path) -> int:
     try:
         rank.restore(str(checkpoint.path / RANKS_FOLDER))
         rank.export_huggingface(str(destination))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise RunError(f"{destination} cannot be written: {error}") from error
     finally:
         rank.close()
     return checkpoint.step

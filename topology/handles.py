@@ -30,12 +30,19 @@ async def call(answer: Awaitable[T], timeout: float, what: str) -> T:
     """Await one remote call. Raises TimeoutError and ActorLost that name `what`."""
     try:
         return await asyncio.wait_for(answer, timeout)
+    except RayTaskError as error:
+        raise without_ray(error) from error
     except TimeoutError as error:
         if str(error):  # the callee's own deadline, already named
             raise
         raise TimeoutError(f"{what} did not answer within {timeout:.0f} s") from None
     except RayActorError as error:
         raise ActorLost(f"{what}: {death_cause(error)}") from None
+
+
+def without_ray(error: RayTaskError) -> Exception:
+    """What the callee raised. Ray's own error has the whole remote traceback as its text."""
+    return error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error.cause).splitlines()[-1])
 
 
 def death_cause(error: RayError) -> str:
@@ -115,7 +122,10 @@ class RayWorker:
         self._actor = actor
 
     async def invoke(self, method: str, *args: Any) -> Any:
-        return await self._actor.invoke.remote(method, *args)
+        try:
+            return await self._actor.invoke.remote(method, *args)
+        except RayTaskError as error:
+            raise without_ray(error) from error
 
 
 class RayRows:

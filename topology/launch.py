@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.names import namespace_of
 from topology.plan import GIB, POLICY, Capacity, Plan, make_plan
 from topology.runs import ENDED, RunError, RunFolder, process_alive, read_json, run_folder, wait_for_file, write_json
+from trainers.checkpoints import LATEST, RANKS_FOLDER, Checkpoint, CheckpointError, find_latest
+from trainers.config import MegatronBackend
 
 CONNECT = 60.0  # seconds to reach a cluster, and for one call to a supervisor
 
@@ -109,6 +112,8 @@ def check(config: RunConfig) -> Prepared:
     except ModelError as error:
         raise ConfigError(str(error)) from None
     config = _absolute_paths(config)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where prompts of the user's own are looked for, here as in every actor
     plan = make_plan(config, model, capacity_of(config))
     _check_reward_functions(config, _check_prompts(config, model))
     return Prepared(config, path, model, plan)
@@ -120,7 +125,8 @@ def capacity_of(config: RunConfig) -> Capacity:
     if config.cluster.address is None:
         gpus = config.cluster.gpus if config.cluster.gpus is not None else _count_gpus()
         cpus = config.cluster.cpus if config.cluster.cpus is not None else float("inf")
-        return Capacity(cpus, gpus, memory.available / GIB, "this machine")
+        what = "this machine" if config.cluster.cpus is None else f"this machine (cluster.cpus: {config.cluster.cpus})"
+        return Capacity(cpus, gpus, memory.available / GIB, what)
     with connected(None, config.cluster.address, own=False) as ray:
         total = ray.cluster_resources()
     what = f"the cluster at {config.cluster.address}"
@@ -140,6 +146,9 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
         return prompts.model_copy(update={"path": str(Path(prompts.path).expanduser().resolve())})
 
     changes: dict[str, Any] = {"prompts": absolute(config.prompts)}
+    model = Path(config.model.path).expanduser()
+    if model.is_dir():
+        changes["model"] = config.model.model_copy(update={"path": str(model.resolve())})
     if config.evaluation is not None:
         changes["evaluation"] = config.evaluation.model_copy(update={"prompts": absolute(config.evaluation.prompts)})
     return config.model_copy(update=changes)
@@ -196,29 +205,36 @@ def launch(prepared: Prepared, root: Path | None = None) -> Run:
     try:
         folder.path.mkdir(parents=True)
     except FileExistsError:
-        state = folder.status()["state"] if folder.config.exists() else "there"
-        raise ConfigError(
-            f"run name `{folder.name}` is in use ({folder.path}, {state}): choose another with --name, "
-            f"go on from its checkpoint with `tandem resume {folder.path}`, or remove the folder"
-        ) from None
+        raise ConfigError(_in_use(folder)) from None
+    except OSError as error:
+        raise ConfigError(f"the run folder {folder.path} cannot be created: {error.strerror}") from None
     folder.create()
     return _start_actors(prepared, folder, None)
+
+
+def _in_use(folder: RunFolder) -> str:
+    state = folder.status()["state"] if folder.config.exists() else "not a run"
+    go_on = f"go on from its checkpoint with `tandem resume {folder.path}`, "
+    return (
+        f"run name `{folder.name}` is in use ({folder.path}, {state}): choose another with --name, "
+        f"{go_on if (folder.checkpoints / LATEST).exists() else ''}or remove the folder"
+    )
 
 
 def resume(run_dir: str | Path, overrides: Any = ()) -> Run:
     """Go on from the newest checkpoint of an ended run, in the same folder."""
     from topology.runs import existing_run
-    from trainers.checkpoints import CheckpointError, find_latest
 
     folder = existing_run(str(Path(run_dir).resolve()))
     state = folder.status()["state"]
     if state not in ENDED:
         raise ConfigError(f"run {folder.name} is {state}: stop it first with `tandem stop {folder.name}`")
-    prepared = prepare(folder.config, overrides, name=folder.name)
     try:
         checkpoint = find_latest(folder.checkpoints)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+    prepared = prepare(folder.config, overrides, name=folder.name)
+    _check_same_model(checkpoint, prepared)
     steps = prepared.config.trainers[POLICY].steps
     if checkpoint.step >= steps:
         raise ConfigError(
@@ -230,11 +246,34 @@ def resume(run_dir: str | Path, overrides: Any = ()) -> Run:
     return _start_actors(prepared, folder, {**checkpoint.meta, "folder": str(checkpoint.path)})
 
 
+def _check_same_model(checkpoint: Checkpoint, prepared: Prepared) -> None:
+    """The Megatron backend notes beside its state which model it is of."""
+    stored = read_json(checkpoint.path / RANKS_FOLDER / "model.json")
+    if stored is None or not isinstance(prepared.config.trainers[POLICY].backend, MegatronBackend):
+        return
+    model = prepared.model
+    here = {
+        "model_type": model.family,
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+    }
+    there = stored.get("model", {})
+    other = [f"{key} {there[key]} there, {value} here" for key, value in here.items() if there.get(key, value) != value]
+    if other:
+        raise ConfigError(
+            f"{checkpoint.path} is of another model than {prepared.model_path}: {', '.join(other)}; "
+            "give the model it was trained from with --set model.path=..., or start a new run"
+        )
+
+
 def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, Any] | None) -> Run:
     config = prepared.config
     folder.config.write_text(dump_config(config))
     own = config.cluster.address is None
     keeper = None
+    folder.write_starting()
     try:
         if own:
             folder.write_token()
@@ -248,9 +287,10 @@ def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, A
         if keeper is not None:
             keeper.terminate()
             keeper.wait(timeout=30)
+        cause = f"start: {error}" if str(error) else f"start: {type(error).__name__}"
         write_json(
             folder.status_file,
-            {"name": folder.name, "state": "failed", "cause": f"start: {error}", "step": 0, "folder": str(folder.path)},
+            {"name": folder.name, "state": "failed", "cause": cause, "step": 0, "folder": str(folder.path)},
         )
         if isinstance(error, (RuntimeError, TimeoutError, ConnectionError)):
             raise RunError(f"run {folder.name} could not be started: {error}; see {folder.logs}/cluster.log") from error

@@ -104,11 +104,11 @@ class LiveView:
             return
         state, step = self._shown
         if status["state"] != state:
-            self.console.print(plain_line(status, ()), highlight=False, markup=False)
+            self.console.print(plain_line(status, ()), highlight=False, markup=False, soft_wrap=True)
         for count, row in enumerate(metrics, start=1):
             if row["step"] > step:
                 line = plain_line({**status, "step": row["step"]}, metrics[:count])
-                self.console.print(line, highlight=False, markup=False)
+                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         self._shown = (status["state"], max([step, *(row["step"] for row in metrics)]))
 
 

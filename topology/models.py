@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3")  # `model_type` values that the trainer can load and export
 
 
@@ -78,7 +79,11 @@ def model_info(folder: Path | str) -> ModelInfo:
         family, layers = str(config["model_type"]), int(config["num_hidden_layers"])
         intermediate, vocab = int(config["intermediate_size"]), int(config["vocab_size"])
     except KeyError as missing:
-        raise ModelError(f"{folder / 'config.json'}: no {missing}; is this a decoder-only language model?") from None
+        family = config.get("model_type") or "unknown"
+        raise ModelError(
+            f"model folder {folder}: family `{family}` is not supported (its config.json has no {missing}); "
+            f"supported: {', '.join(SUPPORTED_FAMILIES)}"
+        ) from None
     shape: dict[str, Any] = {
         "family": family,
         "layers": layers,
@@ -143,6 +148,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _check_checkpoint(folder: Path) -> None:
     _read_config(folder)
     if any(folder.glob("*.safetensors")):
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise ModelError(
+                f"model folder {folder}: no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save it beside the weights "
+                "(transformers: tokenizer.save_pretrained(folder))"
+            )
         return
     if any(folder.glob("pytorch_model*.bin")):
         raise ModelError(

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from topology.config import RUN_NAME, ConfigError
+from topology.config import RUN_NAME, RUN_NAME_IN_WORDS, ConfigError
 
 ENDED = ("done", "failed", "stopped")
 RUNS = "runs"
@@ -60,12 +60,19 @@ class RunFolder:
         status = read_json(self.status_file)
         if status is None:
             status = {"name": self.name, "state": "starting", "cause": None, "step": 0, "folder": str(self.path)}
-        if status["state"] not in ENDED and not self.cluster_alive():
+        if status["state"] not in ENDED and not self.cluster_alive() and not _being_started(status):
             status |= {
                 "state": "failed",
                 "cause": status.get("cause") or "the run's cluster is gone without a last word",
             }
         return status
+
+    def write_starting(self) -> None:
+        """The status until the supervisor writes its own: as good as the process that starts the run, which is this."""
+        me = psutil.Process()
+        starter = {"pid": me.pid, "started": me.create_time()}
+        status = {"name": self.name, "state": "starting", "cause": None, "step": 0, "folder": str(self.path)}
+        write_json(self.status_file, {**status, "starter": starter})
 
     def cluster_alive(self) -> bool:
         """False once the process that keeps the run's own cluster is gone; a joined cluster counts as alive."""
@@ -88,7 +95,7 @@ def run_folder(name: str, root: Path | None = None) -> RunFolder:
     if os.sep in name:
         base, name = Path(name).parent, Path(name.rstrip(os.sep)).name
     if not re.fullmatch(RUN_NAME, name):
-        raise ConfigError(f"run name {name!r}: use lower-case letters, digits, dot, dash and underscore (at most 63)")
+        raise ConfigError(f"run name {name!r}: use {RUN_NAME_IN_WORDS}")
     return RunFolder((base / name).resolve())
 
 
@@ -96,7 +103,9 @@ def existing_run(name: str, root: Path | None = None) -> RunFolder:
     folder = run_folder(name, root)
     if not folder.config.exists():
         known = ", ".join(sorted(run.name for run in all_runs(folder.path.parent))) or "none"
-        raise ConfigError(f"no run `{folder.name}` in {folder.path.parent} (runs there: {known})")
+        raise ConfigError(
+            f"no run `{folder.name}` in {folder.path.parent} (runs there: {known}): give a run's name, or its folder"
+        )
     return folder
 
 
@@ -116,6 +125,11 @@ def write_json(file: Path, value: Any) -> None:
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     draft.write_text(json.dumps(value, indent=1, default=str))
     draft.replace(file)
+
+
+def _being_started(status: dict[str, Any]) -> bool:
+    starter = status.get("starter")
+    return starter is not None and process_alive(starter["pid"], starter["started"])
 
 
 def process_alive(pid: int, started: float) -> bool:

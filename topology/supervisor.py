@@ -178,10 +178,11 @@ class Supervisor(Shell):
                 task.cancel()
         for member in self.members.values():
             ray.kill(member.handle, no_restart=True)
+        log.info("run ended: %s %s", state, cause or "")
+        cause = cause and cause.partition("\nTraceback (most recent call last)")[0]  # the whole of it is in the log
         self._event(state, cause=cause)
         self.state, self.cause = state, cause
         self._write_status()
-        log.info("run ended: %s %s", state, cause or "")
         if self.config.cluster.address is not None:
             ray.kill(ray.get_runtime_context().current_actor)  # a cluster of our own is ended by its keeper
 
@@ -264,7 +265,10 @@ class Supervisor(Shell):
     async def _report(self) -> None:
         while True:
             await self._refresh()
-            self._write_status()
+            try:
+                self._write_status()
+            except OSError as error:  # a full disk; the next one may fit
+                log.warning("status.json was not written: %s", error)
             await asyncio.sleep(1.0)
 
     async def _refresh(self) -> None:
@@ -289,7 +293,10 @@ class Supervisor(Shell):
         write_json(self.folder.status_file, self._snapshot())
 
     def _event(self, kind: str, **values: Any) -> None:
-        append_event(self.folder.events, kind, **values)
+        try:
+            append_event(self.folder.events, kind, **values)
+        except OSError as error:  # a full disk must not keep a run from ending
+            log.warning("event %s %s was not written: %s", kind, values, error)
 
     def _log_of(self, member: Member) -> str:
         return str(log_file(".", member.name))

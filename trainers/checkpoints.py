@@ -100,7 +100,11 @@ class Checkpointer:
 
     def _remaining(self) -> str:
         name = _pointed(self.folder)
-        return f"the previous one, {name}, is untouched" if name else "there is no earlier one"
+        return (
+            f"the previous one, {name}, is untouched: `tandem resume` goes on from it"
+            if name
+            else "there is no earlier one"
+        )
 
 
 def find_latest(folder: Path) -> Checkpoint:

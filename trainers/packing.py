@@ -23,13 +23,17 @@ from trainers.batch import Columns, MicroBatch, StepPlan, Totals
 
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
-    """One row of the step: a prompt and its samples as a trainer sees them. `advantages` is per response token [T]."""
+    """One row of the step: a prompt and its samples as a trainer sees them.
+
+    `advantages` and `temperatures` are per response token [T].
+    """
 
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     offsets: np.ndarray
     behaviour_logprobs: np.ndarray
     policy_versions: np.ndarray
+    temperatures: np.ndarray
     advantages: np.ndarray
 
     @classmethod
@@ -45,6 +49,7 @@ class GroupBatch:
             offsets=rollout["response_offsets"],
             behaviour_logprobs=rollout["behaviour_logprobs"],
             policy_versions=rollout["policy_versions"],
+            temperatures=np.repeat(rollout["temperatures"], lengths),
             advantages=per_token.astype(np.float32, copy=False),
         )
 
@@ -76,6 +81,7 @@ class PackedBatch:
     targets: np.ndarray  # int64 [targets]
     behaviour: np.ndarray  # float32 [targets]: log-prob under the policy that sampled
     versions: np.ndarray  # int32 [targets]
+    temperatures: np.ndarray  # float32 [targets]: that the target was sampled at
     advantages: np.ndarray  # float32 [targets]
     samples: np.ndarray  # int64 [targets]: which sample of this micro-batch, from 0
     lengths: np.ndarray  # float32 [targets]: tokens of the target's sample
@@ -132,6 +138,7 @@ def _targets(groups: Sequence[GroupBatch], parts: MicroBatch) -> dict[str, np.nd
         "targets": flat("response_ids", np.int64),
         "behaviour": flat("behaviour_logprobs", np.float32),
         "versions": flat("policy_versions", np.int32),
+        "temperatures": flat("temperatures", np.float32),
         "advantages": flat("advantages", np.float32),
         "samples": np.repeat(np.arange(lengths.size), lengths),
         "lengths": np.repeat(lengths, lengths).astype(np.float32),

@@ -32,6 +32,11 @@ class RankError(RuntimeError):
         super().__init__(f"trainer rank {rank} {text} in {method}()")
         self.rank = rank
         self.method = method
+        self.text = text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It crosses from the trainer's process to the supervisor's."""
+        return RankError, (self.rank, self.method, self.text)
 
 
 class LocalWorker:

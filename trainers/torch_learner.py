@@ -150,7 +150,8 @@ class TorchPolicy:
             rows = (batch.logit_rows >= start) & (batch.logit_rows < stop)
             ids = torch.as_tensor(batch.token_ids[start:stop], device=self.device)
             logits = model(input_ids=ids[None]).logits[0].float()
-            every = logits[torch.as_tensor(batch.logit_rows[rows] - start)].log_softmax(-1)
+            temperatures = torch.as_tensor(batch.temperatures[rows], device=self.device)[:, None]
+            every = (logits[torch.as_tensor(batch.logit_rows[rows] - start)] / temperatures).log_softmax(-1)
             targets = torch.as_tensor(batch.targets[rows], device=self.device)
             log_probs.append(every.gather(-1, targets[:, None])[:, 0])
             entropies.append(-(every.exp() * every).sum(-1))

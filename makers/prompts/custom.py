@@ -55,12 +55,12 @@ def _build(config: CustomPrompts) -> Any:
     try:
         factory = load_dotted(config.type)
     except ValueError as error:
-        raise PromptsError(f"prompts: {error}") from error
+        raise PromptsError(str(error)) from error
     try:
         return factory(**config.options)
     except Exception as error:
         raise PromptsError(
-            f"prompts: {config.type}(**options) raised; options: {config.options}\n{short_traceback(error)}"
+            f"{config.type}(**options) raised; options: {config.options}\n{short_traceback(error)}"
         ) from error
 
 

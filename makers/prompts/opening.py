@@ -44,7 +44,7 @@ def check_prompts(config: PromptsConfig) -> PromptsSummary:
             try:
                 check_dotted(config.type)
             except ValueError as error:
-                raise PromptsError(f"prompts: {error}") from error
+                raise PromptsError(str(error)) from error
             return PromptsSummary(rows=None, columns=None)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +90,7 @@ class Call:
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the function's, not ours
             if error.__traceback__ is not None:
                 error.__traceback__ = error.__traceback__.tb_next
-            raise RewardError(f"raised\n{short_traceback(error)}") from error
+            raise RewardError(f"raised {_summary(error)}\n{short_traceback(error)}") from error
         return check_values(result, len(completions))
 
     def _required_columns(self) -> tuple[str, ...]:
@@ -118,6 +120,13 @@ def build_call(spec: FunctionSpec) -> Call:
     if not callable(function):
         raise ValueError(f"is {type(function).__name__}: a function, or a class with __call__, is needed")
     return Call(function, options=options, convention=spec.convention)
+
+
+def _summary(error: BaseException) -> str:
+    """Type, message and place of an error in one line."""
+    text = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else text
 
 
 def check_values(result: Any, n: int) -> list[float]:

@@ -33,7 +33,11 @@ pytestmark = pytest.mark.timeout(120)
 def rows() -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     shapes = [(5, [3, 1, 4]), (9, [2, 6, 1]), (3, [7, 7, 2])]
-    return [rollout_columns(rng, prompt, responses) for prompt, responses in shapes]
+    temperatures = (1.0, 0.7, 1.3)  # rows of makers with settings of their own
+    return [
+        rollout_columns(rng, prompt, responses, temperature=temperature)
+        for (prompt, responses), temperature in zip(shapes, temperatures, strict=True)
+    ]
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class PackedLayout(PackedSeqParams):
     sin: Tensor | None = None
     logit_rows: Tensor | None = None  # int64 [targets]: for the last pipeline stage
     targets: Tensor | None = None  # int64 [targets]
+    temperatures: Tensor | None = None  # float32 [targets]
     masks: dict[int, Tensor] = field(default_factory=dict)  # by number of the segment, filled on first use
 
 

@@ -25,7 +25,7 @@ MODEL_FILE = "model.json"
 
 
 def save(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
-    """Collective. Raises OSError when the disk is full; what was there before stays as it was."""
+    """Collective. Raises CheckpointError when it cannot be written (a full disk); what was there before stays as it was."""
     partial = folder.with_name(f".{folder.name}.partial")
     if _is_first():
         shutil.rmtree(partial, ignore_errors=True)
@@ -35,7 +35,13 @@ def save(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
     metadata = _metadata()
     stored = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     state = _sharded_state(model, optimizer, metadata, loading=False)
-    dist_checkpointing.save(state, str(partial), ("torch_dist", 1), content_metadata=stored)
+    try:
+        dist_checkpointing.save(state, str(partial), ("torch_dist", 1), content_metadata=stored)
+    except (OSError, RuntimeError, CheckpointException) as error:  # the last is not an Exception
+        free = shutil.disk_usage(partial).free / 2**20
+        raise CheckpointError(
+            f"{partial.parent} cannot be written, its disk has {free:.1f} MiB free: {_last_line(error)}"
+        ) from error
     dist.barrier()
     if _is_first():
         files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
@@ -125,6 +131,11 @@ def _metadata() -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _last_line(error: BaseException) -> str:
+    """Megatron's own errors repeat the tracebacks of its writers; the last line says what went wrong."""
+    return str(error).strip().rpartition("\n")[2] or type(error).__name__
 
 
 def _is_first() -> bool:

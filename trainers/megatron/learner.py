@@ -205,6 +205,7 @@ class MegatronPolicy:
             sin=sin,
             logit_rows=torch.as_tensor(batch.logit_rows, device=self.device),
             targets=torch.as_tensor(batch.targets, device=self.device),
+            temperatures=torch.as_tensor(batch.temperatures, device=self.device),
         )
 
 

@@ -52,8 +52,9 @@ class PolicyModel(GPTModel):
             weight = self.shared_embedding_or_output_weight()
         rows = hidden_states[:, 0].index_select(0, packed_seq_params.logit_rows)
         shard = self._vocab_shard(weight.size(0))
+        layout, entropy_gradient = packed_seq_params, self.entropy_gradient
         return torch.stack(
-            log_probs(rows, weight, packed_seq_params.targets, shard, entropy_gradient=self.entropy_gradient)
+            log_probs(rows, weight, layout.targets, layout.temperatures, shard, entropy_gradient=entropy_gradient)
         )
 
     def _vocab_shard(self, size: int) -> VocabShard:

@@ -2,7 +2,8 @@
 
 Guarantees, all asserted by tests:
 
-1. Values and gradients equal those of a log-softmax over the whole vocabulary, at any tensor-parallel size.
+1. Values and gradients equal those of a log-softmax of logits / temperature over the whole vocabulary, at any
+   tensor-parallel size.
 2. Logits exist for at most `rows_per_chunk` tokens at a time. In the backward pass they are computed again, chunk by
    chunk, except for the last chunk, whose probabilities are kept: at most one chunk is ever held between the passes.
 3. The softmax is taken in float32 whatever the dtype of the weights.
@@ -48,26 +49,32 @@ class VocabShard:
 
 
 def log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, *, entropy_gradient: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    shard: VocabShard,
+    *,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` and entropies in nats, both float32 [R].
+    """Log-probs of `targets` and entropies in nats, both float32 [R], of the softmax of logits / temperature.
 
-    hidden [R, H] and targets int64 [R] (ids of the whole vocabulary) are equal on all ranks of the group; weight [V, H]
-    is this rank's part. The entropy is differentiable only with `entropy_gradient`.
+    hidden [R, H], targets int64 [R] (ids of the whole vocabulary) and temperatures float32 [R] are equal on all ranks of
+    the group; weight [V, H] is this rank's part. The entropy is differentiable only with `entropy_gradient`.
     """
-    return _LogProbs.apply(hidden, weight, targets, shard, entropy_gradient)  # type: ignore[no-any-return]
+    return _LogProbs.apply(hidden, weight, targets, temperatures, shard, entropy_gradient)  # type: ignore[no-any-return]
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, shard, entropy_gradient):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, targets, temperatures, shard, entropy_gradient):  # type: ignore[no-untyped-def]
         rows = hidden.size(0)
         result = hidden.new_empty((3, rows), dtype=torch.float32)  # log-prob, entropy, log of the partition sum
         kept = hidden.new_empty((0, weight.size(0)))
         for chunk in _chunks(rows, shard):
-            kept, result[:, chunk] = _forward_chunk(hidden[chunk], weight, targets[chunk], shard)
+            kept, result[:, chunk] = _forward_chunk(hidden[chunk], weight, targets[chunk], temperatures[chunk], shard)
         ctx.shard, ctx.entropy_gradient = shard, entropy_gradient
-        ctx.save_for_backward(hidden, weight, targets, result, kept)
+        ctx.save_for_backward(hidden, weight, targets, temperatures, result, kept)
         ctx.set_materialize_grads(False)
         logprob, entropy = result[0].clone(), result[1].clone()
         if not entropy_gradient:
@@ -76,7 +83,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_logprob, d_entropy):  # type: ignore[no-untyped-def]
-        hidden, weight, targets, result, kept = ctx.saved_tensors
+        hidden, weight, targets, temperatures, result, kept = ctx.saved_tensors
         if d_entropy is None or not ctx.entropy_gradient:
             d_entropy = None
         if d_logprob is None:
@@ -88,7 +95,7 @@ class _LogProbs(torch.autograd.Function):
             if chunk is chunks[-1]:
                 probabilities = kept
             else:
-                logits = _logits(hidden[chunk], weight, ctx.shard)
+                logits = _logits(hidden[chunk], weight, temperatures[chunk], ctx.shard)
                 probabilities = logits.sub_(result[2, chunk, None]).exp_().to(hidden.dtype)
             d_logits = _d_logits(
                 probabilities,
@@ -98,11 +105,12 @@ class _LogProbs(torch.autograd.Function):
                 None if d_entropy is None else d_entropy[chunk],
                 ctx.shard,
             )
+            d_logits.div_(temperatures[chunk, None].to(d_logits.dtype))
             torch.mm(d_logits, weight, out=d_hidden[chunk])
             d_weight.add(d_logits, hidden[chunk])
         if ctx.shard.parallel:  # every rank has seen only its part of the vocabulary
             dist.all_reduce(d_hidden, group=ctx.shard.group)
-        return d_hidden, d_weight.result(), None, None, None
+        return d_hidden, d_weight.result(), None, None, None, None
 
 
 class _WeightGradient:
@@ -125,16 +133,18 @@ def _chunks(rows: int, shard: VocabShard) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, shard: VocabShard) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, shard: VocabShard) -> Tensor:
     """float32 [R, V], a fresh buffer."""
-    logits = (hidden @ weight.t()).float()
+    logits = (hidden @ weight.t()).float().div_(temperatures[:, None])
     logits[:, shard.real :] = _EXCLUDED
     return logits
 
 
-def _forward_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+def _forward_chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, shard: VocabShard
+) -> tuple[Tensor, Tensor]:
     """Probabilities [R, V] in the dtype of `hidden`, and log-prob, entropy, log of the partition sum [3, R]."""
-    logits = _logits(hidden, weight, shard)
+    logits = _logits(hidden, weight, temperatures, shard)
     top = logits.amax(-1, keepdim=True)
     if shard.parallel:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)

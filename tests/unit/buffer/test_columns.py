@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.columns import nbytes, validate_columns
-from buffer.records import Lease, Prompt
+from buffer.columns import nbytes, validate_answer, validate_columns
+from buffer.records import Lease, Produced, Prompt
 
 
 def lease(stage: str, samples: int = 2, min_version: int = 3) -> Lease:
@@ -22,6 +22,7 @@ def rollout(**changes: Any) -> dict[str, np.ndarray]:
         "behaviour_logprobs": np.array([-0.5, 0.0, -1.0, -2.0, -0.1], np.float32),
         "policy_versions": np.array([3, 4, 3, 3, 5], np.int32),
         "finish_reasons": np.array([0, 1], np.int8),
+        "temperatures": np.array([1.0, 0.7], np.float32),
     }
     return {**columns, **changes}
 
@@ -30,7 +31,7 @@ def test_a_good_rollout_and_a_good_reward_pass_and_their_bytes_are_counted():
     validate_columns(lease("rollout"), rollout(), 2)
     rewards = {"rewards": np.array([1.0, 0.0], np.float32), "reward/exact": np.array([1.0, 0.0], np.float32)}
     validate_columns(lease("reward"), rewards, 2)
-    assert nbytes(rollout()) == 2 * 4 + 5 * 4 + 3 * 8 + 5 * 4 + 5 * 4 + 2
+    assert nbytes(rollout()) == 2 * 4 + 5 * 4 + 3 * 8 + 5 * 4 + 5 * 4 + 2 + 2 * 4
     assert nbytes(rewards) == 16
 
 
@@ -46,6 +47,7 @@ def test_a_good_rollout_and_a_good_reward_pass_and_their_bytes_are_counted():
         ({"response_offsets": np.array([0, 5])}, "response_offsets has 2 entries, not 3"),
         ({"finish_reasons": np.array([0], np.int8)}, "finish_reasons has 1 entries, not 2 (one for each sample)"),
         ({"finish_reasons": np.array([0, 2], np.int8)}, "finish_reasons[1] is 2"),
+        ({"temperatures": np.array([1, 0], np.float32)}, "temperatures[1] is 0"),
         ({"behaviour_logprobs": np.zeros(4, np.float32)}, "behaviour_logprobs has 4 entries, not 5"),
         ({"behaviour_logprobs": np.zeros(5, np.float64)}, "behaviour_logprobs has dtype float64, not float32"),
         (
@@ -99,3 +101,21 @@ def test_a_stage_of_a_custom_maker_may_hold_any_flat_numbers():
     validate_columns(lease("critique"), {"scores": np.ones(7), "flags": np.array([True])}, 2)
     with pytest.raises(ValueError, match="not one dimension of numbers"):
         validate_columns(lease("critique"), {"words": np.array(["a"])}, 2)
+
+
+def test_what_an_answer_says_of_its_columns_must_be_true():
+    columns = rollout()
+    true = {"samples": 2, "tokens": 5, "nbytes": nbytes(columns), "min_version": 3, "max_version": 5}
+    validate_answer(lease("rollout"), Produced(**true), columns)
+    for name, value in true.items():
+        wrong = Produced(**{**true, name: value + 1})
+        with pytest.raises(
+            ValueError, match=rf"row 12 \(prompt 'p12'\), rollout: .* says {name} {value + 1}, not {value}$"
+        ):
+            validate_answer(lease("rollout"), wrong, columns)
+    with pytest.raises(ValueError, match="response_offsets has 3 entries, not 4"):
+        validate_answer(lease("rollout", samples=3), Produced(**true), columns)
+    rewards = {"rewards": np.zeros(2, np.float32)}
+    validate_answer(lease("reward"), Produced(2, 0, 8), rewards)
+    with pytest.raises(ValueError, match="says nbytes 9, not 8"):
+        validate_answer(lease("reward"), Produced(2, 0, 9), rewards)

@@ -79,8 +79,8 @@ def test_names_of_repeated_functions_are_unique():
 
 
 BAD_ANSWERS = {
-    "raise": r"raised\n.*reward_functions\.py.*in _raise.*ZeroDivisionError: no such luck$",
-    "leave": r"raised\n.*SystemExit: 5$",
+    "raise": r"raised ZeroDivisionError: no such luck \(reward_functions\.py, line \d+\)\n.*in _raise.*no such luck$",
+    "leave": r"raised SystemExit: 5 .*\n.*SystemExit: 5$",
     "nan": "returned nan for completion 0: a finite float32 is needed",
     "inf": r"returned 1e\+39 for completion 0: a finite float32 is needed",
     "few": "returned 1 values for 2 completions",

@@ -17,6 +17,7 @@ def write_checkpoint(folder: Path, config: dict | None = None, weights: str | No
         (folder / "config.json").write_text(json.dumps(config))
     if weights:
         (folder / weights).touch()
+    (folder / "tokenizer.json").touch()
     return folder
 
 
@@ -46,6 +47,13 @@ def test_a_folder_with_a_checkpoint_is_returned_as_it_is(tmp_path):
 def test_a_folder_that_is_no_checkpoint_is_refused_with_what_is_missing(tmp_path, config, weights, message):
     folder = write_checkpoint(tmp_path / "mine", config, weights)
     with pytest.raises(ModelError, match=message):
+        resolve_model(str(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    folder = write_checkpoint(tmp_path / "mine", CONFIG)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer \(none of tokenizer.json, .*save_pretrained"):
         resolve_model(str(folder))
 
 
@@ -126,7 +134,7 @@ def test_a_tiny_tokenizer_gives_back_any_text_and_knows_its_template():
 
 
 def test_a_config_without_the_fields_of_a_decoder_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="no 'hidden_size'; is this a decoder-only language model"):
+    with pytest.raises(ModelError, match=r"family `vision` is not supported .*no 'hidden_size'.*supported: llama, qwen2"):
         model_info(write_checkpoint(tmp_path, {"model_type": "vision"}))
 
 

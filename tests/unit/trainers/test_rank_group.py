@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from typing import Any
 
@@ -99,3 +100,12 @@ def test_calls_of_one_local_worker_share_one_thread() -> None:
 def test_empty_group_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one worker"):
         RankGroup([], timeout=1.0)
+
+
+def test_the_error_crosses_processes_with_all_it_says() -> None:
+    error = pickle.loads(pickle.dumps(RankError("rank/1", "save", "failed (OSError: full)")))
+    assert (error.rank, error.method, str(error)) == (
+        "rank/1",
+        "save",
+        "trainer rank rank/1 failed (OSError: full) in save()",
+    )

@@ -17,6 +17,7 @@ COLUMNS = {
     "behaviour_logprobs": -np.arange(6, dtype=np.float32),
     "policy_versions": np.array([1, 1, 2, 2, 2, 2], np.int32),
     "finish_reasons": np.zeros(3, np.int8),
+    "temperatures": np.ones(3, np.float32),
 }
 GROUP = GroupBatch.of(COLUMNS, np.array([0.5, -1.0, 2.0], np.float32))
 

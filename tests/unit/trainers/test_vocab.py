@@ -15,6 +15,8 @@ from trainers.megatron.vocab import VocabShard, log_probs
 
 ROWS, HIDDEN, VOCAB, PADDED = 11, 8, 37, 40
 
+TEMPERATURES = torch.linspace(0.5, 1.5, ROWS)
+
 
 def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, weights with padding rows, targets, and upstream gradients of log-probs and entropies."""
@@ -28,7 +30,7 @@ def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, t
 def expected(with_entropy: bool) -> dict[str, torch.Tensor]:
     hidden, weight, targets, d_logprob, d_entropy = problem()
     hidden.requires_grad_(), weight.requires_grad_()
-    every = (hidden @ weight[:VOCAB].t()).log_softmax(-1)
+    every = (hidden @ weight[:VOCAB].t() / TEMPERATURES[:, None]).log_softmax(-1)
     logprob = every.gather(-1, targets[:, None])[:, 0]
     entropy = -(every.exp() * every).sum(-1)
     ((logprob * d_logprob).sum() + ((entropy * d_entropy).sum() if with_entropy else 0)).backward()
@@ -42,7 +44,7 @@ def actual(
     part = weight.chunk(ranks)[rank].clone().requires_grad_()
     hidden.requires_grad_()
     shard = VocabShard(rank * PADDED // ranks, PADDED // ranks, VOCAB, group)
-    logprob, entropy = log_probs(hidden, part, targets, shard, entropy_gradient=with_entropy)
+    logprob, entropy = log_probs(hidden, part, targets, TEMPERATURES, shard, entropy_gradient=with_entropy)
     ((logprob * d_logprob).sum() + ((entropy * d_entropy).sum() if with_entropy else 0)).backward()
     return {"logprob": logprob.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": part.grad}
 
@@ -68,6 +70,7 @@ def test_no_more_than_one_chunk_of_logits_is_kept_for_the_backward_pass(monkeypa
             hidden.requires_grad_(),
             weight.requires_grad_(),
             targets,
+            TEMPERATURES,
             VocabShard(0, PADDED, VOCAB),
             entropy_gradient=True,
         )
@@ -79,7 +82,12 @@ def test_no_row_at_all_gives_gradients_of_zero():
     hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), torch.ones(PADDED, HIDDEN, requires_grad=True)
 
     logprob, _ = log_probs(
-        hidden, weight, torch.zeros(0, dtype=torch.int64), VocabShard(0, PADDED, VOCAB), entropy_gradient=False
+        hidden,
+        weight,
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(0),
+        VocabShard(0, PADDED, VOCAB),
+        entropy_gradient=False,
     )
     logprob.sum().backward()
 
@@ -91,7 +99,7 @@ def test_in_bfloat16_the_softmax_is_still_taken_in_float32():
     hidden, weight, targets, *_ = problem()
     low = (hidden.bfloat16(), weight[:VOCAB].bfloat16())
 
-    logprob, _ = log_probs(*low, targets, VocabShard(0, VOCAB, VOCAB), entropy_gradient=False)
+    logprob, _ = log_probs(*low, targets, torch.ones(ROWS), VocabShard(0, VOCAB, VOCAB), entropy_gradient=False)
 
     exact = (low[0] @ low[1].t()).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(logprob, exact, rtol=1e-6, atol=1e-6)
