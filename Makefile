@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
 PINS   := requirements/torch.txt requirements/runtime.txt requirements/extra.txt requirements/dev.txt
 
-.PHONY: setup demo test lint bench chaos clean
+.PHONY: help setup demo test lint bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,7 +33,7 @@ $(STAMP): $(PINS) pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-demo: $(STAMP)
+demo: setup
 	@$(BIN)/python -m topology.models smollm2-135m-instruct > /dev/null
 	@$(BIN)/tandem run configs/demo.yaml --name demo-$$(date +%m%d-%H%M%S)
 

@@ -68,7 +68,8 @@ class Buffer:
     """Consumes prompts; produces complete rows; paced by `published`; everything else is told in the method's words.
 
     `stages`: the columns of a complete row. `samples`: the size of a group. `total_rows`: how many rows are trained in
-    all. A row's id is the prompt's place in the source, so a source that was moved by `seek` goes on with new seeds.
+    all. `first_step`: the step of the checkpoint that the trainer goes on from. A row's id is the prompt's place in the
+    source, so a source that was moved by `seek` goes on with new seeds.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Buffer:
         samples: int,
         total_rows: int | None,
         seed: int,
+        first_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -99,6 +101,7 @@ class Buffer:
             clock=clock,
             lease_ids=self._lease_ids,
             first_row=prompts.cursor,
+            first_step=first_step,
         )
         self._dispatcher = Dispatcher(self._advance, self._bug)
         self._dispatcher.add_table(self._table)
@@ -253,6 +256,7 @@ class Buffer:
         if rows is None:
             if self._feed():  # stale rows may have been dropped, which makes room
                 self._wake()
+            self.fatal.check()  # a source that just broke must not look like the end of the data
             self._check_end(groups)
         return rows
 

@@ -12,7 +12,7 @@ Order = Literal["fifo", "window", "ready"]
 class Strict(BaseModel):
     """Every section of a Tandem config: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Resources(Strict):

@@ -46,7 +46,9 @@ class OpenLease:
 class ExperienceTable:
     """`stages` are the columns of a complete row; what a stage needs is told by the makers that fill it.
 
-    `versions` and `lease_ids` are shared by tables that share makers.
+    `versions` and `lease_ids` are shared by tables that share makers. `first_step`: optimizer steps done before (resume);
+    rows of those that are part of no version yet stay charged, or the next version would be made of fewer rows than the
+    staleness bound counts on.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ExperienceTable:
         versions: Versions | None = None,
         lease_ids: Iterator[int] | None = None,
         first_row: int = 0,
+        first_step: int = 0,
     ) -> None:
         if not stages or len(set(stages)) != len(stages):
             raise ValueError(f"stages {list(stages)}: a row needs at least one stage, each named once")
@@ -95,6 +98,8 @@ class ExperienceTable:
         self._next_row = first_row
         self._rows_with_columns = 0
         self._unpublished: deque[tuple[int, int]] = deque()  # (step, rows trained in it): still charged
+        if first_step % every:
+            self._unpublished.append((first_step, first_step % every * groups_per_step))
         self._data_failures_in_a_row = 0
 
     # Makers

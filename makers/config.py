@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from buffer.config import Resources, Strict
 
 DOTTED = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+# Arguments of vLLM that have a setting of their own, or that log-probs, versions and seeds rest on.
+NOT_EXTRA = {
+    "model",
+    "tokenizer",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "seed",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "kv_cache_memory_bytes",
+    "logprobs_mode",
+    "async_scheduling",
+    "load_format",
+    "generation_config",
+}
 
 
 class ReasoningGymPrompts(Strict):
@@ -71,6 +87,13 @@ class VllmEngine(Strict):
     enforce_eager: bool | None = Field(None, description="null: eager on CPU, compiled on GPU.")
     threads: int | None = Field(None, ge=1, description="CPU threads; null: resources.cpus.")
     extra: dict[str, Any] = Field({}, description="Passed to vllm.EngineArgs as they are.")
+
+    @field_validator("extra")
+    @classmethod
+    def _leave_ours_alone(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(NOT_EXTRA & extra.keys()):
+            raise ValueError(f"{', '.join(taken)}: set by Tandem, or a setting of its own beside `extra`")
+        return extra
 
 
 class RolloutMaker(Strict):

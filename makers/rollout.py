@@ -73,9 +73,9 @@ class RolloutMaker:
 
     async def start(self) -> None:
         """Engine up, and the newest published version in it. Where nothing is published yet it is taken later."""
-        _, self._encoder = await asyncio.gather(
-            self._engine.start(), asyncio.to_thread(PromptEncoder, self._model_path)
-        )
+        # One after the other: both import transformers, and two threads in its circular imports can meet half a module.
+        await self._engine.start()
+        self._encoder = await asyncio.to_thread(PromptEncoder, self._model_path)
         if self._weights is None:
             return
         if await self._weights.wait_newer(self._engine.version, 0.0) > self._engine.version:

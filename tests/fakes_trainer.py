@@ -178,6 +178,10 @@ class FakeRecorder:
         self.objects: list[dict[str, Any]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.charts: list[tuple[int, dict[str, Any]]] = []
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def metrics(self, values: Any) -> None:
         self.objects.append(dict(values))

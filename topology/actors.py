@@ -59,7 +59,8 @@ class Shell:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         if not os.environ.get("CUDA_VISIBLE_DEVICES"):
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        sys.path[:0] = [path for path in identity.python_path if path not in sys.path]
+        # Last, as in the reward processes: a file of the user must not hide a module of the same name.
+        sys.path += [path for path in identity.python_path if path not in sys.path]
 
     async def ping(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
@@ -134,6 +135,7 @@ class BufferActor(Shell):
             samples=rollout_of(self.config).sampling.n,
             total_rows=(trainer.steps - step) * trainer.groups_per_step,
             seed=self.config.seed,
+            first_step=step,
         )
 
     async def attach(self, info: MakerInfo) -> None:
@@ -194,7 +196,10 @@ class MakerActor(Shell):
         )
         await self._maker.start()
         self._needs = tuple(self._maker.needs)
-        return MakerInfo(self.identity.name, config.kind, stage_of(config, group), self._needs, self._maker.slots)
+        stage = stage_of(config, group)
+        if self._maker.stage != stage:
+            raise ValueError(f"{config.kind} fills the stage `{self._maker.stage}`, so its group must have that name")
+        return MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots)
 
     async def make(self, lease: Lease, *inputs: Any) -> tuple[Any, Any]:
         from buffer.columns import validate_answer

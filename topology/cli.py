@@ -25,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode="rich",
+    epilog="Exit codes: 0 done; 2 the config or the arguments are wrong; 3 the run failed; 130 interrupted.",
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -32,6 +33,7 @@ err = Console(stderr=True, highlight=False)
 Config = Annotated[Path, typer.Argument(help="Topology in YAML.")]
 Name = Annotated[str, typer.Argument(help="Run name, or its folder.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="key.path=value, may be repeated.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Start and return at once.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout only.")]
 
 WRONG, FAILED, INTERRUPTED = 2, 3, 130
@@ -42,9 +44,12 @@ def run(
     config: Config,
     overrides: Overrides = None,
     name: Annotated[str | None, typer.Option(help="Name of the run instead of the config's.")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Start and return at once.")] = False,
+    detach: Detach = False,
 ) -> None:
-    """Plan, start and follow a run. Ctrl-C asks: detach or stop."""
+    """Plan, start and follow a run. Ctrl-C asks: detach or stop.
+
+    The run lives in the folder runs/NAME and outlives this command; where no terminal can answer, Ctrl-C stops it.
+    """
     from topology import launch
 
     with errors():
@@ -56,9 +61,7 @@ def run(
 
 
 @app.command()
-def resume(
-    run_dir: Name, overrides: Overrides = None, detach: Annotated[bool, typer.Option("--detach")] = False
-) -> None:
+def resume(run_dir: Name, overrides: Overrides = None, detach: Detach = False) -> None:
     """Go on from the newest checkpoint of an ended run."""
     from topology import launch
 
@@ -125,7 +128,7 @@ def status(
 def logs(
     name: Name,
     actor: Annotated[str | None, typer.Argument(help="Actor such as maker/rollout/0; none: list them.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
     """Logs of a run: of one actor, or the list of what there is."""
     from topology.names import log_file
@@ -163,7 +166,10 @@ def stop(
             return
         with err.status(f"stopping {found.name} ..."):
             ended = found.stop(now)
-        out.print(f"run {found.name}: {ended['state']} at step {ended['step']}")
+        cause = f" ({ended['cause']})" if ended.get("cause") else ""
+        out.print(f"run {found.name}: {ended['state']} at step {ended['step']}{cause}", markup=False, soft_wrap=True)
+        if ended["state"] == "failed":
+            raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -251,7 +257,7 @@ def errors() -> Iterator[None]:
         _leave(f"[red]error:[/red] {escape(str(error))}", WRONG)
     except (RunError, TimeoutError) as error:
         _leave(f"[red]failed:[/red] {escape(str(error))}", FAILED)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the latter: Ctrl-C at a question
         _leave("interrupted", INTERRUPTED)
 
 

@@ -10,7 +10,7 @@ import difflib
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError
@@ -76,7 +76,7 @@ class RunConfig(Strict):
     seed: int = 0
     model: ModelConfig
     prompts: PromptsConfig
-    makers: dict[str, MakerConfig] = Field(min_length=1)
+    makers: dict[Annotated[str, Field(pattern=RUN_NAME)], MakerConfig] = Field(min_length=1)
     trainers: dict[str, TrainerConfig] = Field(min_length=1)
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -96,6 +96,8 @@ def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, An
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        if isinstance(key, list | dict):
+            break  # what follows refuses it, with its line
         if key in seen:
             raise ConfigError(f"line {key_node.start_mark.line + 1}: key `{key}` stands twice in one section")
         seen.add(key)
@@ -112,6 +114,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), name: str | Non
         text = file.read_text()
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is not a text file; give a topology in YAML") from error
     try:
         data = yaml.load(text, Loader=_UniqueKeys)  # a SafeLoader
     except yaml.YAMLError as error:
@@ -146,25 +150,28 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {override}: write it as key.path=value")
+    try:
+        given = yaml.load(value, Loader=_UniqueKeys)  # a SafeLoader
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
     node: Any = data
     *parents, last = key.split(".")
     for part in parents:
-        node = _child(node, part, override, create=True)
+        node = _child(node, part, override)
     if isinstance(node, list):
-        index = _list_index(node, last, override)
-        node[index] = yaml.safe_load(value)
+        node[_list_index(node, last, override)] = given
     elif isinstance(node, dict):
-        node[last] = yaml.safe_load(value)
+        node[last] = given
     else:
         raise ConfigError(f"--set {override}: `{'.'.join(parents)}` is a single value, it has no `{last}`")
 
 
-def _child(node: Any, part: str, override: str, create: bool) -> Any:
+def _child(node: Any, part: str, override: str) -> Any:
     if isinstance(node, list):
         return node[_list_index(node, part, override)]
     if not isinstance(node, dict):
         raise ConfigError(f"--set {override}: there is no section `{part}` to go into")
-    if create and node.get(part) is None:
+    if node.get(part) is None:
         node[part] = {}
     return node[part]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -72,12 +73,20 @@ class RayMaker:
             ray.cancel(produced)
             raise
         except RayActorError as error:
+            await _look_at(columns)
             raise InfraFailure(f"{self.info.name}: {death_cause(error)}") from None
         except RayTaskError as error:
+            await _look_at(columns)
             # Ray's own error carries the whole remote traceback in its text; that is in the maker's log.
             if isinstance(error.cause, DataFailure | InfraFailure):
                 raise error.cause from None
             raise InfraFailure(f"{self.info.name}: {type(error.cause).__name__}: {error.cause}") from None
+
+
+async def _look_at(failed: Any) -> None:
+    """Ray prints a traceback for an error that nobody fetched; this reference has the one of the answer beside it."""
+    with suppress(RayError):
+        await failed
 
 
 class RayWeightClient:

@@ -88,10 +88,11 @@ class Keeper:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _announce(self, head: subprocess.Popen[bytes]) -> None:
-        """Write cluster.json once the head has told its address."""
+        """Write cluster.json once the head has told its address; `_watch` says so if it never does."""
         address_file = self.temporary / "ray_current_cluster"
         while not (address_file.exists() and address_file.read_text().strip()):
-            if head.poll() is not None or self.told_to_stop.wait(0.05):
+            late = time.time() - self.started > SILENCE
+            if late or head.poll() is not None or self.told_to_stop.wait(0.05):
                 return
         me = psutil.Process()
         write_json(

@@ -18,15 +18,17 @@ from typing import Any
 
 import psutil
 
-from makers.config import FilePrompts, RewardMaker
+from makers.config import CustomMaker, FilePrompts, RewardMaker
 from topology.config import ConfigError, RunConfig, dump_config, load_config
-from topology.keeper import cluster_environment, start_keeper
+from topology.joining import connected
+from topology.keeper import start_keeper
+from topology.members import snapshot
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.names import namespace_of
 from topology.plan import GIB, POLICY, Capacity, Plan, make_plan
 from topology.runs import ENDED, RunError, RunFolder, process_alive, read_json, run_folder, wait_for_file, write_json
 from trainers.checkpoints import LATEST, RANKS_FOLDER, Checkpoint, CheckpointError, find_latest
-from trainers.config import MegatronBackend
+from trainers.config import CustomAlgorithm, MegatronBackend
 
 CONNECT = 60.0  # seconds to reach a cluster, and for one call to a supervisor
 
@@ -92,9 +94,10 @@ class Run:
             raise RunError(f"run {self.name} has no cluster")
         with connected(self.folder, cluster["address"], own=cluster.get("keeper") is not None) as ray:
             try:
-                yield ray.get_actor("supervisor", namespace=namespace_of(self.name))
+                supervisor = ray.get_actor("supervisor", namespace=namespace_of(self.name))
             except ValueError as error:
                 raise RunError(f"run {self.name}: no supervisor in its cluster") from error
+            yield supervisor
 
 
 # --- before -----------------------------------------------------------------------------------------------------------
@@ -115,6 +118,7 @@ def check(config: RunConfig) -> Prepared:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where prompts of the user's own are looked for, here as in every actor
     plan = make_plan(config, model, capacity_of(config))
+    _check_own_code(config)
     _check_reward_functions(config, _check_prompts(config, model))
     return Prepared(config, path, model, plan)
 
@@ -130,7 +134,7 @@ def capacity_of(config: RunConfig) -> Capacity:
     with connected(None, config.cluster.address, own=False) as ray:
         total = ray.cluster_resources()
     what = f"the cluster at {config.cluster.address}"
-    return Capacity(total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0) / GIB, what)
+    return Capacity(total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0) / GIB, what, total)
 
 
 def _count_gpus() -> int:
@@ -177,6 +181,21 @@ def _check_prompts(config: RunConfig, model: ModelInfo) -> tuple[str, ...] | Non
             )
         columns = columns if key != "prompts" else summary.columns
     return columns
+
+
+def _check_own_code(config: RunConfig) -> None:
+    """Maker kinds and algorithms of the user's own must be found before anything starts."""
+    from makers.dotted import check_dotted
+
+    paths = {f"makers.{group}.kind": m.kind for group, m in config.makers.items() if isinstance(m, CustomMaker)}
+    algorithm = config.trainers[POLICY].algorithm
+    if isinstance(algorithm, CustomAlgorithm):
+        paths[f"trainers.{POLICY}.algorithm.type"] = algorithm.type
+    for key, path in paths.items():
+        try:
+            check_dotted(path)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from None
 
 
 def _check_reward_functions(config: RunConfig, columns: tuple[str, ...] | None) -> None:
@@ -273,11 +292,14 @@ def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, A
     folder.config.write_text(dump_config(config))
     own = config.cluster.address is None
     keeper = None
-    folder.write_starting()
+    first_step = 0 if checkpoint is None else checkpoint["step"]
+    status = snapshot(config, {}, state="starting", cause=None, folder=str(folder.path), first_step=first_step)
+    folder.write_starting(status)
     try:
         if own:
             folder.write_token()
             keeper = _start_cluster(prepared, folder)
+            wait_for_file(folder.cluster_file, CONNECT, lambda: keeper.poll() is None, "the run's Ray cluster")
         else:
             write_json(folder.cluster_file, {"address": config.cluster.address, "keeper": None})
         address = read_json(folder.cluster_file)["address"]
@@ -287,11 +309,10 @@ def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, A
         if keeper is not None:
             keeper.terminate()
             keeper.wait(timeout=30)
-        cause = f"start: {error}" if str(error) else f"start: {type(error).__name__}"
-        write_json(
-            folder.status_file,
-            {"name": folder.name, "state": "failed", "cause": cause, "step": 0, "folder": str(folder.path)},
-        )
+        state, cause = "failed", f"start: {str(error) or type(error).__name__}"
+        if isinstance(error, KeyboardInterrupt):
+            state, cause = "stopped", "interrupted before it had started"
+        write_json(folder.status_file, {**status, "state": state, "cause": cause})
         if isinstance(error, (RuntimeError, TimeoutError, ConnectionError)):
             raise RunError(f"run {folder.name} could not be started: {error}; see {folder.logs}/cluster.log") from error
         raise
@@ -302,9 +323,7 @@ def _start_cluster(prepared: Prepared, folder: RunFolder) -> Any:
     cluster = prepared.config.cluster
     cpus = cluster.cpus if cluster.cpus is not None else max(math.ceil(prepared.plan.cpus), os.cpu_count() or 1)
     store = int(cluster.object_store_gib * GIB)
-    keeper = start_keeper(folder, cpus=cpus, gpus=cluster.gpus, object_store_bytes=store)
-    wait_for_file(folder.cluster_file, CONNECT, lambda: keeper.poll() is None, "the run's Ray cluster")
-    return keeper
+    return start_keeper(folder, cpus=cpus, gpus=cluster.gpus, object_store_bytes=store)
 
 
 def _create_supervisor(ray: Any, prepared: Prepared, folder: RunFolder, checkpoint: dict[str, Any] | None) -> None:
@@ -324,33 +343,23 @@ def _create_supervisor(ray: Any, prepared: Prepared, folder: RunFolder, checkpoi
     )
     # On this node: the run folder is here.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = (
-        ray.remote(Supervisor)
-        .options(
-            name="supervisor",
-            namespace=namespace_of(folder.name),
-            lifetime="detached",
-            num_cpus=0,
-            max_concurrency=1000,
-            scheduling_strategy=here,
-        )
-        .remote(identity, prepared.plan, checkpoint)
+    supervisor = ray.remote(Supervisor).options(
+        name="supervisor",
+        namespace=namespace_of(folder.name),
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=1000,
+        scheduling_strategy=here,
     )
-    ray.get(actor.start.remote(), timeout=CONNECT)
-
-
-@contextmanager
-def connected(folder: RunFolder | None, address: str, own: bool) -> Iterator[Any]:
-    """Join a cluster for a few calls. With `own`, with the run's token; else with the user's own Ray settings."""
-    if own and folder is not None:
-        os.environ.update(cluster_environment(folder))
-    import ray
-
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    except ConnectionError as error:
-        raise RunError(f"cannot reach the cluster at {address} (is it up, and is its token set?): {error}") from None
+        actor = supervisor.remote(identity, prepared.plan, checkpoint)
+    except ValueError as error:  # how Ray says that the name is taken
+        raise ConfigError(
+            f"run name `{folder.name}` is in use on the cluster at {prepared.config.cluster.address}: choose another with "
+            "--name, or stop that run"
+        ) from error
     try:
-        yield ray
-    finally:
-        ray.shutdown()
+        ray.get(actor.start.remote(), timeout=CONNECT)
+    except BaseException:
+        ray.kill(actor)  # detached: it would stay for ever in a cluster that is not the run's own
+        raise

@@ -17,6 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from topology.runs import ENDED
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK = 40  # steps of the reward curve
 RECENT = 10  # steps that the time left is estimated from
@@ -45,7 +47,9 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def seconds_left(status: Status, metrics: Metrics) -> float | None:
-    """From the mean length of the last steps; None before the first."""
+    """From the mean length of the last steps; None before the first, and after the end."""
+    if status["state"] in ENDED:
+        return None
     recent = [row["time/step"] for row in metrics[-RECENT:] if row.get("time/step") is not None]
     return sum(recent) / len(recent) * (status["steps"] - status["step"]) if recent else None
 
@@ -61,7 +65,7 @@ def render(status: Status, metrics: Metrics) -> RenderableType:
     title = Text.assemble((status["name"], "bold"), "  ", (state, STYLES.get(state, "cyan")))
     panel = Panel(table, title=title, title_align="left", border_style=STYLES.get(state, "cyan"), padding=(0, 1))
     if status.get("cause"):
-        return Group(panel, Text(str(status["cause"]), style="red"))
+        return Group(panel, Text(str(status["cause"]), style=STYLES.get(state, "")))
     return panel
 
 
@@ -118,7 +122,7 @@ def _lines(status: Status, metrics: Metrics) -> list[tuple[str, RenderableType]]
     lines: list[tuple[str, RenderableType]] = []
     if "steps" in status:
         lines.append(("step", _progress(status, metrics)))
-    if status.get("phase"):
+    if status.get("phase") and status["state"] not in ENDED:
         lines.append(("trainer", PHASES.get(status["phase"], str(status["phase"]))))
     if row:
         lines.append(("reward", _reward(metrics, status.get("held_out"))))
@@ -194,9 +198,10 @@ def _actors(actors: Sequence[Mapping[str, Any]]) -> Text:
     """Every actor with its state, the ones that are well in one word."""
     text = Text()
     for position, actor in enumerate(actors):
-        well = actor["state"] in ("ready", "running", "alive")
+        well = actor["state"] in ("ready", "running", "alive", "ended")
+        color = "red" if actor["state"] in ("dead", "failed") else "yellow" if not well else "green"
         text.append("  " if position else "")
-        text.append("●\u00a0", style="green" if well else "red" if actor["state"] in ("dead", "failed") else "yellow")
+        text.append("●\u00a0", style="dim" if actor["state"] == "ended" else color)
         text.append(str(actor["name"]) + ("" if well else f"\u00a0({actor['state']})"))
     return text
 

@@ -17,7 +17,7 @@ class Member:
 
     planned: PlannedActor
     handle: Any
-    state: str = "starting"  # starting, ready, dead
+    state: str = "starting"  # starting, ready, dead; ended with the run
     place: dict[str, Any] = field(default_factory=dict)  # pid and node, once it has answered
     status: dict[str, Any] = field(default_factory=dict)
 
@@ -37,9 +37,9 @@ class Member:
 
 
 def snapshot(
-    config: RunConfig, members: Mapping[str, Member], *, state: str, cause: str | None, folder: str
+    config: RunConfig, members: Mapping[str, Member], *, state: str, cause: str | None, folder: str, first_step: int
 ) -> dict[str, Any]:
-    """The object that `tandem status --json` prints."""
+    """The object that `tandem status --json` prints; `first_step` is the step until the trainer tells its own."""
 
     def status_of(name: str) -> dict[str, Any]:
         return members[name].status if name in members else {}
@@ -52,7 +52,7 @@ def snapshot(
         "name": config.name,
         "state": state,
         "cause": cause,
-        "step": trainer.get("step", 0),
+        "step": trainer.get("step", first_step),
         "steps": config.trainers[POLICY].steps,
         "phase": trainer.get("phase"),
         "versions": {

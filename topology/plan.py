@@ -6,8 +6,8 @@ and the remedy. The same plan drives `tandem plan`, `tandem run` and the supervi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
@@ -63,6 +63,7 @@ class Capacity:
     gpus: float
     memory_gib: float
     what: str
+    custom: Mapping[str, float] = field(default_factory=dict)  # none on a cluster of the run's own
 
 
 def make_plan(config: RunConfig, model: ModelInfo, capacity: Capacity) -> Plan:
@@ -139,6 +140,17 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     sizes = {maker.sampling.n for maker in rollouts.values()}
     if len(sizes) > 1:
         yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
+    budgets = {maker.sampling.max_tokens for maker in rollouts.values()}
+    if len(budgets) > 1:
+        yield f"makers.*.sampling.max_tokens: all rollout groups need the same budget, got {sorted(budgets)}"
+    rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
+    first, *others = rewards or [""]
+    different = [group for group in others if rewards[group].functions != rewards[first].functions]
+    if different:
+        yield (
+            f"makers.{different[0]}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
+            "groups, whichever is free: give both the same functions, or put all of them into one group"
+        )
     for group, maker in rollouts.items():
         engine, sampling = maker.engine, maker.sampling
         if sampling.max_tokens >= engine.max_model_len:
@@ -182,6 +194,16 @@ def _check_buffer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         )
 
 
+def _check_cluster(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    cluster = config.cluster
+    unread = [key for key in ("cpus", "gpus") if getattr(cluster, key) is not None]
+    if cluster.address is not None and unread:
+        yield (
+            f"cluster.{unread[0]}: read only for a cluster of the run's own, but cluster.address is {cluster.address}: "
+            "remove one of the two"
+        )
+
+
 def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation and not (evaluation.at_start or evaluation.at_end or evaluation.every):
@@ -194,6 +216,7 @@ CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_groups,
     _check_sampling,
     _check_buffer,
+    _check_cluster,
     _check_evaluation,
 )
 
@@ -204,6 +227,10 @@ def _check_capacity(config: RunConfig, plan: Plan, capacity: Capacity) -> Iterat
     for what, needed, offered in (("CPUs", plan.cpus, capacity.cpus), ("GPUs", plan.gpus, capacity.gpus)):
         if needed > offered + 1e-9:
             yield f"resources: the plan needs {needed:g} {what} ({makers}, trainer), {capacity.what} has {offered:g}: {remedy}"
+    for name in sorted({name for actor in plan.actors for name in actor.resources.custom}):
+        needed, offered = sum(a.resources.custom.get(name, 0.0) for a in plan.actors), capacity.custom.get(name, 0.0)
+        if needed > offered + 1e-9:
+            yield f"resources.custom: the plan needs {needed:g} {name}, {capacity.what} has {offered:g}: {remedy}"
     if plan.memory_gib > capacity.memory_gib:
         yield (
             f"memory: the plan needs about {plan.memory_gib:.1f} GiB ({makers}, trainer), "

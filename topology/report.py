@@ -66,7 +66,7 @@ def summary(run_folder: Path) -> RenderableType:
         table.add_row("failures", ", ".join(lost))
     style = {"done": "green", "failed": "red"}.get(history.state, "yellow")
     panel = Panel(table, title=f"{history.name}: {history.state}", title_align="left", border_style=style, expand=False)
-    return Group(panel, Text(history.cause, style="red")) if history.cause else panel
+    return Group(panel, Text(history.cause, style=style)) if history.cause else panel
 
 
 def _cards(figures: Summary) -> list[tuple[str, str, str]]:

@@ -21,6 +21,7 @@ from topology.config import RUN_NAME, RUN_NAME_IN_WORDS, ConfigError
 
 ENDED = ("done", "failed", "stopped")
 RUNS = "runs"
+LINE_BYTES = 4096  # more than a metrics object takes
 
 
 class RunError(RuntimeError):
@@ -67,11 +68,10 @@ class RunFolder:
             }
         return status
 
-    def write_starting(self) -> None:
+    def write_starting(self, status: dict[str, Any]) -> None:
         """The status until the supervisor writes its own: as good as the process that starts the run, which is this."""
         me = psutil.Process()
         starter = {"pid": me.pid, "started": me.create_time()}
-        status = {"name": self.name, "state": "starting", "cause": None, "step": 0, "folder": str(self.path)}
         write_json(self.status_file, {**status, "starter": starter})
 
     def cluster_alive(self) -> bool:
@@ -85,8 +85,12 @@ class RunFolder:
         """The last `count` objects of a .jsonl file; a half-written last line is left out."""
         if not file.exists():
             return []
-        lines = file.read_text().splitlines()[-count:]
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        with file.open("rb") as stream:  # asked for twice a second: not the whole of a long run's file
+            start = max(0, stream.seek(0, os.SEEK_END) - count * LINE_BYTES)
+            stream.seek(start)
+            lines = stream.read().splitlines()
+        whole = lines[1:] if start else lines  # the first may have been cut
+        return [json.loads(line) for line in whole[-count:] if line.endswith(b"}")]
 
 
 def run_folder(name: str, root: Path | None = None) -> RunFolder:

@@ -57,7 +57,8 @@ class Supervisor(Shell):
         self.problems: asyncio.Queue[RunFailed] = asyncio.Queue()
         self.background: set[asyncio.Task[None]] = set()
         self.stopping = asyncio.Event()
-        self.stop_now = False
+        self.hurry = asyncio.Event()  # do not drain, or no longer
+        self.training: Any = None  # the trainer's call, once it runs
 
     async def start(self) -> None:
         """Begin, and return at once: the run does not depend on whoever started it."""
@@ -65,7 +66,8 @@ class Supervisor(Shell):
 
     async def stop(self, now: bool) -> None:
         """Let the trainer finish its step and write its checkpoint (or not, with `now`), then end everything."""
-        self.stop_now = now
+        if now:
+            self.hurry.set()
         self.stopping.set()
 
     # --- the life of a run --------------------------------------------------------------------------------------------
@@ -135,8 +137,9 @@ class Supervisor(Shell):
         trainer, buffer = self.members[f"trainer/{POLICY}"], self.members["buffer"]
         self._spawn_task(self._fatal(buffer), "fatal")
         self._spawn_task(self._ping(), "ping")
+        self.training = trainer.handle.run.remote()  # every wait inside has its own deadline
         try:
-            ended = await trainer.handle.run.remote()  # every wait inside has its own deadline
+            ended = await self.training
         except Exception as error:
             raise RunFailed(f"{trainer.name}: {_one_line(error)}") from None
         return "the prompts ended before the last step" if ended == "end_of_data" else None
@@ -160,16 +163,28 @@ class Supervisor(Shell):
         return task.result()
 
     async def _drain(self) -> tuple[str, str | None]:
+        """How the run ends after a request to stop. A second request, with `now`, cuts the draining short."""
         self.state = "draining"
-        self._event("stop", now=self.stop_now)
-        trainer = self.members.get(f"trainer/{POLICY}")
-        if self.stop_now or trainer is None or trainer.state != "ready":
+        self._event("stop", now=self.hurry.is_set())
+        if self.hurry.is_set() or self.training is None:
             return "stopped", None
-        self.stopping.clear()
+        drained, hurried = asyncio.create_task(self._trainer_ends()), asyncio.create_task(self.hurry.wait())
+        await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if drained.done():
+            return drained.result()
+        drained.cancel()
+        return "stopped", "not drained: `tandem stop --now` came meanwhile"
+
+    async def _trainer_ends(self) -> tuple[str, str | None]:
+        trainer, limit = self.members[f"trainer/{POLICY}"], self.config.limits.stop
         try:
-            await call(trainer.handle.stop.remote(), self.config.limits.stop, f"{trainer.name}: stop")
-        except Exception as error:
-            return "stopped", f"not drained: {_one_line(error)}"
+            await call(trainer.handle.stop.remote(), limit, f"{trainer.name}: stop")
+            await call(self.training, limit, f"{trainer.name}: run")
+        except TimeoutError as error:
+            return "stopped", f"not drained: {error} (limits.stop): no checkpoint of the last step was written"
+        except Exception as error:  # the step that was being trained, or the last checkpoint
+            return "failed", f"{trainer.name}: {_one_line(error)}"
         return "stopped", None
 
     def _end(self, state: str, cause: str | None) -> None:
@@ -178,6 +193,7 @@ class Supervisor(Shell):
                 task.cancel()
         for member in self.members.values():
             ray.kill(member.handle, no_restart=True)
+            member.state = "dead" if member.state == "dead" else "ended"
         log.info("run ended: %s %s", state, cause or "")
         cause = cause and cause.partition("\nTraceback (most recent call last)")[0]  # the whole of it is in the log
         self._event(state, cause=cause)
@@ -287,7 +303,10 @@ class Supervisor(Shell):
 
     def _snapshot(self) -> dict[str, Any]:
         folder = self.identity.folder
-        return snapshot(self.config, self.members, state=self.state, cause=self.cause, folder=folder)
+        first_step = 0 if self.resume is None else self.resume["step"]
+        return snapshot(
+            self.config, self.members, state=self.state, cause=self.cause, folder=folder, first_step=first_step
+        )
 
     def _write_status(self) -> None:
         write_json(self.folder.status_file, self._snapshot())

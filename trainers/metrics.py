@@ -38,8 +38,8 @@ FROM_RESULT = (
     "is/masked_frac",
 )
 KNOBS = {
-    "maker": "add rollout replicas (tandem attach, or makers.*.replicas) or raise engine.max_num_seqs",
-    "trainer": "give the trainer more: resources, backend.data_parallel, or a larger backend.micro_batch_tokens",
+    "maker": "add rollout replicas (makers.*.replicas), give them more threads, or raise engine.max_num_seqs",
+    "trainer": "give the trainer more threads (resources.cpus), or a larger backend.micro_batch_tokens",
     "reward": "add reward replicas or raise their workers (makers.*.workers), or make the functions faster",
     "sync": "publish less often (raise weights.every)",
 }

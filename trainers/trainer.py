@@ -323,6 +323,10 @@ class Trainer:
 
     async def _save_ranks(self, folder: Path) -> None:
         await self._ranks.call("save", str(folder / RANKS_FOLDER))
+        if not (folder / RANKS_FOLDER).is_dir():
+            raise OSError(
+                f"the ranks wrote nothing to {folder} that is seen here: the run folder must be on a shared disk"
+            )
 
     def _outcome(self) -> str | None:
         """Why the loop ends, None while it goes on."""
@@ -340,6 +344,7 @@ class Trainer:
             await self._evaluate(self._evaluation)
         if self._rows_writer is not None:
             await self._write_rows(self._rows_writer.finish())
+        await self._within(self._deadlines.call, "recorder.close", asyncio.to_thread(self._recorder.close))
         self._enter(outcome)
 
     def _phase(self, name: str) -> Any:

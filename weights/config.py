@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from buffer.config import Strict
 
 
-class WeightsConfig(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class WeightsConfig(Strict):
     transport: Literal["object_store"] = "object_store"
     every: int = Field(1, ge=1, description="Optimizer steps between two published versions.")
     bucket_bytes: int = Field(

@@ -14,6 +14,7 @@ from buffer.config import BufferConfig
 from buffer.records import Lease, MakerInfo, Produced, Prompt
 from buffer.table import worst_case_age
 from tests.fakes_trainer import FakeRank, FakeRecorder, make_row
+from tests.local_runtime import LocalRows
 from trainers.checkpoints import Checkpointer
 from trainers.config import Grpo, TorchBackend, TrainerConfig
 from trainers.metrics import MetricsBuilder
@@ -60,32 +61,6 @@ class MakerOf:
         truncated = (1, 1) if lease.row_id % 7 == 0 else (0, 0)
         row = make_row(lease.row_id, version=version, max_version=self._world.version, finish=truncated)
         return row.produced[self.info.stage], row.columns[self.info.stage]
-
-
-class LocalRows:
-    """`RowSource` around a buffer in the same process."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-        self.sample, self.evaluate = buffer.sample, buffer.evaluate
-
-    async def fetch(self, reference: Any) -> Any:
-        return reference
-
-    async def trained(self, row_ids: Sequence[int], step: int) -> None:
-        self._buffer.trained(row_ids, step)
-
-    async def dropped(self, row_ids: Sequence[int], reason: str) -> None:
-        self._buffer.dropped(row_ids, reason)
-
-    async def published(self, version: int) -> None:
-        self._buffer.published(version)
-
-    async def status(self) -> dict[str, Any]:
-        return self._buffer.status()
-
-    async def cursor(self) -> int:
-        return self._buffer.cursor
 
 
 def train(folder: Path, settings: BufferConfig, every: int, results: dict[int, dict[str, Any]]) -> tuple[Any, Any]:

@@ -1,48 +1,26 @@
-"""What a user can get wrong, and what can go wrong around a run, through the command line alone.
+"""What a user can get wrong, through the command line alone.
 
-What can be known beforehand ends with exit code 2 and one message, before a run folder, a process or a cluster exists.
-What shows only in the run costs the row, or ends the run with exit code 3 and the cause in the last line.
+What can be known beforehand ends with exit code 2 and one message that names the key, file or row, the numbers and the
+remedy, before a run folder, a process or a cluster exists.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.command_line import TINY, data, function, processes_of, tandem
 from topology.models import resolve_model
 from topology.runs import RunFolder, write_json
 
-TANDEM = str(Path(sys.executable).with_name("tandem"))
-TINY = str(Path(__file__).resolve().parents[2] / "configs/tiny.yaml")
 REWARDS = """
-import time
-
-
 def by_kind(completions, kind, **fields):
-    if kind == "raises":
-        raise ValueError("no luck [/today]")
-    if kind == "nan":
-        return [float("nan")] * len(completions)
-    if kind == "too_few":
-        return [1.0]
-    if kind == "hangs":
-        time.sleep(3600)
-    return [float(len(text) % 3) for text in completions]
-
-
-def always_raises(completions, **fields):
-    raise ValueError("no luck [/today]")
+    return [0.0 for text in completions]
 
 
 def unknown_arguments(texts):
@@ -52,20 +30,15 @@ def unknown_arguments(texts):
 not_a_function = 5
 """
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One folder for all: nothing that is refused leaves anything in it, and what runs has a name of its own."""
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all: nothing that is refused leaves anything in it."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "my_rewards.py").write_text(REWARDS)
-    yield folder
-    for process in processes_of(folder):
-        process.kill()
-
-
-# --- what can be known beforehand -------------------------------------------------------------------------------------
+    return folder
 
 
 def refused(folder: Path, *args: str, code: int = 2) -> str:
@@ -84,17 +57,6 @@ def refused(folder: Path, *args: str, code: int = 2) -> str:
 
 def plan_refused(folder: Path, *settings: str) -> str:
     return refused(folder, "plan", TINY, *(part for setting in settings for part in ("--set", setting)))
-
-
-def data(folder: Path, name: str, *lines: Any) -> str:
-    """A file of prompts as a setting; a line that is text is written as it is."""
-    file = folder / f"{name}.jsonl"
-    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return f"prompts={{type: file, path: {file.name}, shuffle: false}}"
-
-
-def function(path: str, **settings: Any) -> str:
-    return "makers.reward.functions=" + json.dumps([{"path": path, **settings}])
 
 
 def model_folder(folder: Path, name: str, change: Callable[[Path], None]) -> str:
@@ -200,7 +162,7 @@ def test_prompts_of_ones_own_are_found_beside_the_command(workplace: Path) -> No
     (workplace / "my_prompts.py").write_text(
         "class Mine(list):\n    def __init__(self):\n        self += [{'prompt': 'x'}]\n"
     )
-    settings = ("--set", "prompts={type: 'my_prompts:Mine'}", "--set", function("my_rewards:always_raises"))
+    settings = ("--set", "prompts={type: 'my_prompts:Mine'}", "--set", function("my_rewards:by_kind"))
     assert tandem(workplace, "plan", TINY, *settings).returncode == 0
     told = plan_refused(workplace, "prompts={type: 'my_prompts:Yours'}")
     assert "error: prompts: my_prompts:Yours: module 'my_prompts'" in told
@@ -280,235 +242,3 @@ def test_a_folder_of_somebody_else_is_no_run(ended: Path) -> None:
 def test_nothing_is_exported_over_what_is_there(ended: Path) -> None:
     (ended / "out").mkdir()
     assert "out exists: choose a folder that does not, or remove it" in refused(ended, "export", "old", "out")
-
-
-# --- what shows only in the run ---------------------------------------------------------------------------------------
-
-KINDS = ["fine", "fine", "raises", "fine", "too_long", "fine", "nan", "fine", "too_few", "fine", "hangs"]
-KINDS += ["fine"] * 5 + ["too_long"]
-FAILURES = {
-    2: "reward function by_kind on row 2 (prompt mixed/2): raised ValueError: no luck [/today] (my_rewards.py, line 7)",
-    4: "tokens",
-    6: "reward function by_kind on row 6 (prompt mixed/6): returned nan for completion 0: a finite float32 is needed",
-    8: "reward function by_kind on row 8 (prompt mixed/8): returned 1 values for 4 completions",
-    10: "reward function by_kind on row 10 (prompt mixed/10): did not return within 2 s; its process was killed",
-    16: "tokens",
-}
-
-
-def test_rows_that_fail_as_data_are_counted_and_named_and_the_run_ends_where_the_data_does(workplace: Path) -> None:
-    rows = [{"prompt": "x" * 400 if kind == "too_long" else f"{i} + 1?", "kind": kind} for i, kind in enumerate(KINDS)]
-    settings = [data(workplace, "mixed", *rows), "prompts.epochs=1", function("my_rewards:by_kind", timeout=2)]
-    settings += ["trainers.policy.steps=9"]
-    done = tandem(workplace, "run", TINY, "--name", "mixed", *(p for s in settings for p in ("--set", s)))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "run mixed: done at step 2 of 9 (the prompts ended before the last step)" in done.stdout
-    found = status(workplace, "mixed")
-    assert (found["state"], found["cause"]) == ("done", "the prompts ended before the last step")
-    ledger = found["ledger"]
-    assert (ledger["admitted"], ledger["trained"]) == (len(KINDS), 8)
-    assert ledger["dropped"] == {"data": len(FAILURES)}
-    assert ledger["in_flight"] == len(KINDS) - 8 - len(FAILURES)
-    log = tandem(workplace, "logs", "mixed", "buffer").stdout.splitlines()
-    for row, text in FAILURES.items():
-        assert any(f"row {row} (prompt mixed/{row})" in line and text in line for line in log), (row, text)
-    end = next(event for event in events(workplace, "mixed") if event["event"] == "end_of_data")
-    assert end["cause"].startswith("4 rows wanted, 3 can still come: 17 prompts were taken and there are no more")
-    assert_nothing_left(workplace / "runs/mixed")
-
-
-def test_a_reward_function_that_always_fails_ends_the_run_with_its_name_and_a_row(workplace: Path) -> None:
-    settings = ("--set", function("my_rewards:always_raises"), "--set", "buffer.max_data_failures=5")
-    done = tandem(workplace, "run", TINY, "--name", "hopeless", *settings)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("run hopeless failed: buffer: 6 rows failed as data with no complete row between them")
-    assert "(buffer.max_data_failures is 5)" in last
-    assert "reward function always_raises on row " in last
-    assert last.endswith("(prompt chain_sum/3): raised ValueError: no luck [/today] (my_rewards.py, line 18)") or (
-        "raised ValueError: no luck [/today] (my_rewards.py, line 18)" in last
-    )
-    listed = tandem(workplace, "list").stdout
-    assert "hopeless" in listed
-    assert "failed" in listed
-    assert_nothing_left(workplace / "runs/hopeless")
-
-
-def test_ctrl_c_before_the_first_step_leaves_nothing(workplace: Path) -> None:
-    with command(workplace, "run", TINY, "--name", "early") as process:
-        wait_for(lambda: processes_of(workplace / "runs/early"), 60, "a process of the run")
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "interrupted" in output
-    assert "Traceback" not in output
-    assert status(workplace, "early")["state"] in ("stopped", "failed")
-    assert_nothing_left(workplace / "runs/early")
-
-
-# --- a full disk, a killed command, Ctrl-C ----------------------------------------------------------------------------
-
-
-class SmallDisk:
-    """A mount namespace in which `folder/runs` is a disk of its own."""
-
-    def __init__(self, folder: Path, mebibytes: int) -> None:
-        self.runs = folder / "runs"
-        self.runs.mkdir()
-        namespaces = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]
-        script = 'mount -t tmpfs -o "size=$1m" tandem-test "$2" && echo mounted && exec sleep 600'
-        command = ["unshare", *namespaces, "sh", "-c", script, "sh", str(mebibytes), str(self.runs)]
-        try:
-            self._holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        except FileNotFoundError:
-            pytest.skip("no `unshare` here to make a small disk with")
-        assert self._holder.stdout is not None
-        answer = self._holder.stdout.readline()
-        if answer != "mounted\n":
-            self._holder.wait(timeout=10)
-            pytest.skip(f"no small disk can be mounted here: {answer.strip()}")
-        enter = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--preserve-credentials"]
-        self._enter = ["nsenter", f"--target={self._holder.pid}", *enter, f"--wd={folder}"]
-
-    def command(self, *args: str) -> list[str]:
-        return [*self._enter, *args]
-
-    def grow(self, mebibytes: int) -> None:
-        remount = self.command("mount", "-o", f"remount,size={mebibytes}m", str(self.runs))
-        subprocess.run(remount, check=True, timeout=10)
-
-    def run_folder(self, name: str) -> Path:
-        return Path(f"/proc/{self._holder.pid}/root{self.runs}/{name}")
-
-    def close(self) -> None:
-        self._holder.kill()
-        self._holder.wait(timeout=10)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    disk = SmallDisk(tmp_path, 10)  # one checkpoint of the tiny model is 5.3 MiB
-    yield disk
-    for process in processes_of(tmp_path):
-        process.kill()
-    disk.close()
-
-
-def test_a_full_disk_keeps_the_last_checkpoint_and_a_killed_command_keeps_the_run(
-    small_disk: SmallDisk, tmp_path: Path
-) -> None:
-    def tandem_there(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            small_disk.command(TANDEM, *args), capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == code, f"{args} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
-
-    def state() -> dict[str, Any]:
-        return json.loads(tandem_there("status", "tiny", "--json").stdout)
-
-    run = small_disk.run_folder("tiny")
-    settings = ["--set", "checkpoint.every=1", "--set", "trainers.policy.steps=3"]
-    with command(tmp_path, "run", TINY, *settings, prefix=small_disk.command()) as started:
-        wait_for((run / "cluster.json").exists, 60, "the run's cluster")
-        assert state()["state"] in ("starting", "running")
-        wait_for(lambda: len(processes_of(tmp_path)) > 8, 60, "the run's actors")
-        started.kill()
-    assert state()["state"] in ("starting", "running")
-    assert "tiny" in tandem_there("list").stdout
-    assert (
-        "run tiny is starting: stop it first with `tandem stop tiny`" in tandem_there("resume", "tiny", code=2).stderr
-    )
-    assert "run name `tiny` is in use" in tandem_there("run", TINY, code=2).stderr
-
-    wait_for(lambda: state()["state"] not in ("starting", "running"), 120, "the end of the run")
-    ended = state()
-    assert (ended["state"], ended["step"]) == ("failed", 3)
-    assert "checkpoint step-000003 was not written" in ended["cause"]
-    assert "MiB free" in ended["cause"]
-    assert "the previous one, step-000001, is untouched: `tandem resume` goes on from it" in ended["cause"]
-    assert "\n" not in ended["cause"]
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-000001"]
-    kinds = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
-    assert kinds.count("checkpoint_failed") == 2
-    assert_nothing_left(tmp_path / "runs/tiny")
-
-    small_disk.grow(100)
-    going_on = ["resume", "tiny", "--set", "trainers.policy.steps=100000", "--set", "checkpoint.every=null"]
-    with command(tmp_path, *going_on, prefix=small_disk.command()) as resumed:
-        wait_for(lambda: state()["state"] == "running" and state()["step"] >= 2, 120, "a step after the checkpoint")
-        resumed.send_signal(signal.SIGINT)
-        output, _ = resumed.communicate(timeout=60)
-    assert resumed.returncode == 130, output
-    assert "interrupted: run tiny is being stopped" in output
-    stopped = state()
-    assert stopped["state"] == "stopped"
-    assert (run / f"checkpoints/step-{stopped['step']:06d}/meta.json").exists()
-    assert_nothing_left(tmp_path / "runs/tiny")
-
-
-# --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def tandem(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([TANDEM, *args], cwd=folder, capture_output=True, text=True, timeout=150, check=False)
-
-
-class command:
-    """A `tandem` command that goes on meanwhile; it is killed when the block is left."""
-
-    def __init__(self, folder: Path, *args: str, prefix: list[str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [*(prefix or []), TANDEM, *args],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def __enter__(self) -> subprocess.Popen[str]:
-        return self._process
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait(timeout=10)
-
-
-def status(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads(tandem(folder, "status", name, "--json").stdout)
-
-
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs" / name / "events.jsonl").read_text().splitlines()]
-
-
-def wait_for(condition: Callable[[], Any], timeout: float, what: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {timeout:g} s"
-        time.sleep(0.5)
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every process of a run below `folder`: its keeper, its cluster, its actors and what they started."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            of_cluster = process.environ().get("RAY_AUTH_TOKEN_PATH", "").startswith(str(folder))
-            of_keeper = "topology.keeper" in process.cmdline() and any(
-                str(folder) in part for part in process.cmdline()
-            )
-        except psutil.Error:
-            continue
-        if of_cluster or of_keeper:
-            found.append(process)
-    return found
-
-
-def assert_nothing_left(run: Path) -> None:
-    deadline = time.monotonic() + 30
-    while (left := processes_of(run)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not left, [process.cmdline() for process in left]

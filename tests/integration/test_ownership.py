@@ -33,10 +33,10 @@ from topology.keeper import cluster_environment, start_keeper
 from topology.names import namespace_of
 from topology.runs import RunFolder, wait_for_file
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)  # mostly imports, on a busy machine
 REPOSITORY = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-BIG = 3 << 20  # tokens of a big row: 48 MiB of columns
+BIG = 3 << 20  # tokens of a big row: 36 MiB of columns
 SAMPLES, ROWS = 2, 4
 SECONDS = 30.0  # for any one answer
 
@@ -192,7 +192,7 @@ async def cast(folder: Path, name: str, kind: type, *, makers: int = 1, tokens: 
 
 async def wait_until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(SECONDS):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110  (what it waits for is in another process)
             await asyncio.sleep(0.02)
 
 
@@ -251,7 +251,7 @@ def test_committed_rows_survive_the_sigkill_of_their_maker(committed: dict[str, 
 
 
 def test_the_buffers_process_never_holds_the_tokens_it_refers_to(committed: dict[str, Any]) -> None:
-    assert committed["referred"] > ROWS * BIG * 16  # ids, log-probs and versions, and a little more
+    assert committed["referred"] > ROWS * BIG * 12  # ids, log-probs and versions, and a little more
     assert committed["grown"] < 0.1 * committed["referred"]
     assert committed["grown_here"] > 0.9 * committed["referred"]  # a process that fetches them does grow
 
@@ -327,5 +327,5 @@ def test_columns_that_do_not_fit_their_lease_are_refused_at_the_maker_with_the_r
     beside = "the answer beside the columns says min_version 1, not 0; max_version 1, not 0"
     assert seen["refused"][2] == by_row[2] + beside
     assert seen["good"] == 64
-    assert "rollout failed 1 times" in seen["cause"]
-    assert "row 0 (prompt '0'), rollout: behaviour_logprobs of sample 0, token 6, is 0.5: " in seen["cause"]
+    assert "row 0 (prompt 'prompts/0'): rollout failed 1 times" in seen["cause"]
+    assert "row 0 (prompt 'prompts/0'), rollout: behaviour_logprobs of sample 0, token 6, is 0.5: " in seen["cause"]

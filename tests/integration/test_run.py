@@ -79,7 +79,7 @@ def workplace(tmp_path: Path) -> Iterator[Path]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run from start to end, looked at by several tests."""
     folder = tmp_path_factory.mktemp("finished")
-    tandem(folder, "run", TINY)
+    tandem(folder, "run", TINY, "--set", "makers.rollout.sampling.temperature=0.8")
     return folder
 
 
@@ -105,7 +105,7 @@ def test_every_step_has_metrics_within_the_staleness_bound(finished: Path) -> No
     assert len(steps[0]) < 60
 
 
-def test_trainer_and_maker_agree_on_the_log_probs(finished: Path) -> None:
+def test_trainer_and_maker_agree_on_the_log_probs_of_tempered_samples(finished: Path) -> None:
     first = metrics(finished, "tiny")[0]
     assert 0 <= first["mismatch/kl"] < 1e-3
 
@@ -138,17 +138,23 @@ def test_logs_and_list_show_the_run(finished: Path) -> None:
     assert "has no log of `nobody`" in tandem(finished, "logs", "tiny", "nobody", code=2).stderr
 
 
-def test_resume_goes_on_from_the_checkpoint_and_export_loads_in_transformers(finished: Path) -> None:
+def test_resume_goes_on_from_the_checkpoint(finished: Path) -> None:
     assert "nothing is left to do" in tandem(finished, "resume", "runs/tiny", code=2).stderr
     tandem(finished, "resume", "runs/tiny", "--set", "trainers.policy.steps=6")
     steps = metrics(finished, "tiny")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["version/trainer"] == 6
-    tandem(finished, "export", "runs/tiny", "exported")
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(finished / "exported")
-    assert model.config.model_type == "llama"
+
+def test_an_exported_policy_loads_in_transformers_megatron_and_vllm(finished: Path) -> None:
+    tandem(finished, "export", "runs/tiny", "exported")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoModelForCausalLM.from_pretrained(finished / "exported").config.model_type == "llama"
+    assert AutoTokenizer.from_pretrained(finished / "exported").chat_template
+    again = ("--name", "again", "--set", "model.path=exported", "--set", "trainers.policy.steps=1")
+    tandem(finished, "run", TINY, *again)
+    assert metrics(finished, "again")[0]["mismatch/kl"] < 1e-3
 
 
 def test_killing_a_maker_ends_the_run_with_its_name_in_seconds(workplace: Path) -> None:

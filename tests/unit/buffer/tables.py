@@ -14,7 +14,7 @@ REWARD = MakerInfo("s0", "reward", "reward", ("rollout",), 4)
 
 
 def new_table(clock: ManualClock | None = None, stages=("rollout", "reward"), **settings: Any) -> ExperienceTable:
-    arguments = {"groups_per_step": 2, "every": 1, "samples": 3, "total_rows": None, "seed": 5}
+    arguments = {"groups_per_step": 2, "every": 1, "samples": 3, "total_rows": None, "seed": 5, "first_step": 0}
     arguments |= {name: settings.pop(name) for name in list(settings) if name in arguments}
     table = ExperienceTable(BufferConfig(**settings), stages=stages, clock=clock or ManualClock(), **arguments)
     table.attach(ROLLOUT)

@@ -231,6 +231,25 @@ def test_a_prompt_source_that_breaks_is_a_failure_and_not_the_end_of_the_data():
     asyncio.run(scenario())
 
 
+def test_a_source_that_breaks_while_stale_rows_are_replaced_is_a_failure_too():
+    class Broken(FakePrompts):
+        def next(self) -> Prompt | None:
+            if self.cursor == 2:
+                raise OSError("disk gone")
+            return super().next()
+
+    async def scenario() -> None:
+        buffer = new_buffer(Broken(), order="ready", max_staleness=1, groups_per_step=1)
+        buffer.published(0)
+        await settle()
+        for version in (1, 2):
+            buffer.published(version)
+        with pytest.raises(RunFailed, match="the prompt source failed after 2 prompts: OSError: disk gone"):
+            await buffer.sample(1, timeout=5)
+
+    asyncio.run(scenario())
+
+
 def test_more_rows_than_are_ever_in_flight_are_refused():
     with pytest.raises(ValueError, match="5 rows wanted, but at most 4 are in flight"):
         asyncio.run(new_buffer().sample(5, timeout=5))

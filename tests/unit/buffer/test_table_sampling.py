@@ -142,3 +142,15 @@ def test_the_status_counts_rows_by_stage():
     assert status["ledger"]["tokens"] == {"admitted": 120, "trained": 60, "dropped": {}, "in_flight": 60}
     assert status["age"] == {"mean": 1.0, "max": 1, "bound": 1}
     assert status["admission_stalled_by"] == "staleness"
+
+
+@pytest.mark.parametrize(("max_staleness", "every"), [(0, 2), (1, 2), (1, 3), (2, 3)])
+def test_a_run_that_goes_on_between_two_versions_keeps_the_staleness_bound(max_staleness: int, every: int):
+    for first_step in range(every, 2 * every):
+        table = new_table(max_staleness=max_staleness, every=every, first_step=first_step)
+        table.published(first_step // every)
+        for step in range(first_step + 1, first_step + 6 * every):
+            fill(table)
+            complete_all(table)
+            train(table, step, publish=step % every == 0)  # raises if a row is too old
+        assert table.unpublished == step % every * table.groups_per_step

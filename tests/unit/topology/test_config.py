@@ -30,7 +30,10 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path) -> Non
             "makers.rollout.sampling.n: Input should be greater than or equal to 1 (given: 0)",
         ),
         ("makers.reward.functions.0.weigth=3", "makers.reward.functions.0.weigth: unknown key, did you mean `weight`?"),
-        ("makers.reward.functions.0.path=x", "makers.reward.functions.0.path: package.module:name is needed (given: 'x')"),
+        (
+            "makers.reward.functions.0.path=x",
+            "makers.reward.functions.0.path: package.module:name is needed (given: 'x')",
+        ),
         ("makers.reward.functions.0.path=a:b", "makers.reward.functions.0: give exactly one of `name`"),
         ("trainers.policy.algorithm.type=ppoo", "trainers.policy.algorithm: unknown kind or type; known: 'grpo'"),
         ("trainers.policy.steps=null", "trainers.policy.steps: Input should be a valid integer (given: None)"),
@@ -92,3 +95,37 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, message:
 def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
         load_config(tmp_path / "none.yaml")
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not a text file"):
+        load_config(file)
+
+
+def test_a_key_that_is_no_name_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("name: a\n? [b]\n: 1\n")
+    with pytest.raises(ConfigError, match=r"unhashable key[\s\S]*line 2"):
+        load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("name=[", "--set name=[: the value is not valid YAML"),
+        ("seed={a: 1, a: 2}", "key `a` stands twice"),
+        ("makers={Roll/out: {kind: rollout}}", "makers.Roll/out.[key]: lower-case letters"),
+        ("trainers.policy.optimizer.lr=.inf", "trainers.policy.optimizer.lr: Input should be a finite number"),
+        ("weights.bucket_byte=1", "weights.bucket_byte: unknown key, did you mean `bucket_bytes`?"),
+        (
+            "makers.rollout.engine.extra.logprobs_mode=raw_logprobs",
+            "makers.rollout.engine.extra: logprobs_mode: set by",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(DEMO, [override])
+    assert message in str(caught.value)

@@ -134,7 +134,9 @@ def test_a_tiny_tokenizer_gives_back_any_text_and_knows_its_template():
 
 
 def test_a_config_without_the_fields_of_a_decoder_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"family `vision` is not supported .*no 'hidden_size'.*supported: llama, qwen2"):
+    with pytest.raises(
+        ModelError, match=r"family `vision` is not supported .*no 'hidden_size'.*supported: llama, qwen2"
+    ):
         model_info(write_checkpoint(tmp_path, {"model_type": "vision"}))
 
 

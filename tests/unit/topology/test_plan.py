@@ -88,6 +88,15 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
             ("makers.other={kind: rollout, sampling: {n: 4, max_tokens: 8}}",),
             r"all rollout groups need the same number of samples, got \[4, 8\]",
         ),
+        (
+            ("makers.other={kind: rollout, sampling: {n: 8, max_tokens: 8}}",),
+            r"all rollout groups need the same budget, got \[8, 24\]",
+        ),
+        (
+            ("makers.second={kind: reward, functions: [{name: exact_match}]}",),
+            "makers.second.functions: differ from makers.reward.functions",
+        ),
+        (("cluster={address: 'h:1', cpus: 4}",), "cluster.cpus: read only for a cluster of the run's own"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_with_numbers_and_remedy(overrides: tuple[str, ...], message: str) -> None:
@@ -116,3 +125,10 @@ def test_more_memory_than_the_machine_has_is_refused() -> None:
 def test_gpus_that_are_not_there_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs 1 GPUs"):
         make_plan(demo("makers.rollout.resources={gpus: 1}"), SMOL, ROOMY)
+
+
+def test_a_custom_resource_that_no_cluster_offers_is_refused_and_one_that_is_there_is_taken() -> None:
+    config = demo("makers.reward.resources={custom: {verifier: 2}}")
+    with pytest.raises(ConfigError, match=r"resources.custom: the plan needs 2 verifier, this machine has 0"):
+        make_plan(config, SMOL, ROOMY)
+    assert make_plan(config, SMOL, replace(ROOMY, custom={"verifier": 2.0})).cpus == 3

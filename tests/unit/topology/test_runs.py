@@ -69,3 +69,11 @@ def test_waiting_for_a_file_ends_with_the_process_that_should_write_it(tmp_path:
         wait_for_file(tmp_path / "x", 5, lambda: False, "the cluster")
     with pytest.raises(TimeoutError, match="the cluster was not ready within 0 s"):
         wait_for_file(tmp_path / "x", 0.1, lambda: True, "the cluster")
+
+
+def test_the_tail_of_a_long_file_is_its_last_whole_lines(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("".join(f'{{"step": {step}, "filler": "{"x" * 400}"}}\n' for step in range(200)))
+    assert [row["step"] for row in folder.tail(folder.metrics, 2)] == [198, 199]
+    assert [row["step"] for row in folder.tail(folder.metrics, 1000)] == list(range(200))
+    assert folder.tail(folder.events, 2) == []

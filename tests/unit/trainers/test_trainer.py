@@ -116,6 +116,7 @@ def test_start_version_is_published_before_rows_are_sampled_and_each_step_goes_s
         ("published", 2),
     ]
     assert [row["step"] for row in bench.recorder.objects] == [1, 2]
+    assert bench.recorder.closed
 
 
 def test_versions_are_published_every_k_steps_and_only_then_the_ranks_compare_with_makers(tmp_path: Path) -> None:

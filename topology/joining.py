@@ -1,0 +1,56 @@
+"""Joining a Ray cluster for a few calls, and leaving it again.
+
+Guarantees: one process may join the clusters of several runs one after another, each with its own token; the environment
+is afterwards what it was; a cluster that cannot be reached, or fails meanwhile, is a `RunError` with its address.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from topology.keeper import cluster_environment
+from topology.runs import RunError, RunFolder
+
+
+@contextmanager
+def connected(folder: RunFolder | None, address: str, own: bool) -> Iterator[Any]:
+    """Join a cluster for a few calls. With `own`, with the run's token; else with the user's own Ray settings."""
+    with _environment(cluster_environment(folder) if own and folder is not None else {}):
+        import ray
+        from ray._raylet import AuthenticationTokenLoader
+
+        AuthenticationTokenLoader.instance().reset_cache()  # a process may join one run after another, each with its token
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        except ConnectionError as error:
+            raise RunError(
+                f"cannot reach the cluster at {address} (is it up, and is its token set?): {error}"
+            ) from None
+        try:
+            yield ray
+        except ray.exceptions.RayError as error:
+            raise RunError(f"the cluster at {address} failed: {_first_line(error)}") from error
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set while the block runs; what it sees is gone afterwards, and what was there is back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
