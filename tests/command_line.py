@@ -118,11 +118,15 @@ class SmallDisk:
     def command(self, *args: str) -> list[str]:
         return [*self._enter, *args]
 
-    def grow(self, mebibytes: int) -> None:
-        remount = self.command("mount", "-o", f"remount,size={mebibytes}m", str(self.runs))
-        subprocess.run(remount, check=True, timeout=10)
+    def fill(self, mebibytes: int) -> None:
+        """Take so much of it, until `free`."""
+        self.path("filler").write_bytes(bytes(mebibytes << 20))
 
-    def run_folder(self, name: str) -> Path:
+    def free(self) -> None:
+        self.path("filler").unlink()
+
+    def path(self, name: str) -> Path:
+        """`folder/runs/name` as seen from outside."""
         return Path(f"/proc/{self._holder.pid}/root{self.runs}/{name}")
 
     def close(self) -> None:

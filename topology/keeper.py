@@ -22,9 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from topology.runs import ENDED, RunFolder, read_json, write_json
+from topology.runs import ENDED, SILENCE, RunFolder, read_json, write_json
 
-SILENCE = 120.0  # seconds without a status from the supervisor
 GRACE = 2.0  # seconds between the run's last word and the end of its cluster: readers of actors finish
 PR_SET_PDEATHSIG = 1
 

@@ -65,9 +65,10 @@ class Run:
             time.sleep(0.2)
         return status
 
-    def stop(self, now: bool = False, timeout: float = 300.0) -> dict[str, Any]:
+    def stop(self, now: bool = False) -> dict[str, Any]:
         """Drain and stop (or end at once). Returns the last status; the run's cluster is gone afterwards."""
         if self.status()["state"] not in ENDED:
+            timeout = load_config(self.folder.config).limits.stop + CONNECT
             with self._supervisor() as supervisor:
                 import ray
 
@@ -76,7 +77,7 @@ class Run:
         self.wait_for_cluster_end()
         return self.status()
 
-    def wait_for_cluster_end(self, timeout: float = 30.0) -> None:
+    def wait_for_cluster_end(self, timeout: float = 60.0) -> None:
         """The keeper ends the run's own cluster shortly after the run; wait for that. Raises TimeoutError."""
         cluster = read_json(self.folder.cluster_file)
         deadline = time.monotonic() + timeout

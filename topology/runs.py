@@ -21,6 +21,7 @@ from topology.config import RUN_NAME, RUN_NAME_IN_WORDS, ConfigError
 
 ENDED = ("done", "failed", "stopped")
 RUNS = "runs"
+SILENCE = 120.0  # seconds without a status after which a supervisor is taken for dead
 LINE_BYTES = 4096  # more than a metrics object takes
 
 
@@ -61,7 +62,8 @@ class RunFolder:
         status = read_json(self.status_file)
         if status is None:
             status = {"name": self.name, "state": "starting", "cause": None, "step": 0, "folder": str(self.path)}
-        if status["state"] not in ENDED and not self.cluster_alive() and not _being_started(status):
+        alive = self.cluster_alive() and not self._silent(status)
+        if status["state"] not in ENDED and not alive and not _being_started(status):
             status |= {
                 "state": "failed",
                 "cause": status.get("cause") or "the run's cluster is gone without a last word",
@@ -80,6 +82,12 @@ class RunFolder:
         if cluster is None:
             return False
         return cluster.get("keeper") is None or process_alive(cluster["keeper"], cluster["keeper_started"])
+
+    def _silent(self, status: dict[str, Any]) -> bool:
+        """In a joined cluster there is no keeper that would notice the death of the supervisor."""
+        cluster = read_json(self.cluster_file)
+        joined = cluster is not None and cluster.get("keeper") is None
+        return joined and time.time() - status.get("time", time.time()) > SILENCE
 
     def tail(self, file: Path, count: int) -> list[dict[str, Any]]:
         """The last `count` objects of a .jsonl file; a half-written last line is left out."""

@@ -60,6 +60,9 @@ class Supervisor(Shell):
         self.hurry = asyncio.Event()  # do not drain, or no longer
         self.training: Any = None  # the trainer's call, once it runs
 
+    async def hold(self) -> None:
+        await asyncio.Event().wait()
+
     async def start(self) -> None:
         """Begin, and return at once: the run does not depend on whoever started it."""
         self._spawn_task(self._run(), "run")

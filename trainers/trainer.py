@@ -344,8 +344,14 @@ class Trainer:
             await self._evaluate(self._evaluation)
         if self._rows_writer is not None:
             await self._write_rows(self._rows_writer.finish())
-        await self._within(self._deadlines.call, "recorder.close", asyncio.to_thread(self._recorder.close))
+        await self._close_recorder()
         self._enter(outcome)
+
+    async def _close_recorder(self) -> None:
+        try:
+            await self._within(self._deadlines.call, "recorder.close", asyncio.to_thread(self._recorder.close))
+        except Exception as error:  # a chart service that cannot be reached costs its last points, not the run
+            self._recorder.event("charts_not_closed", step=self._progress.step, cause=str(error))
 
     def _phase(self, name: str) -> Any:
         self._enter(name)

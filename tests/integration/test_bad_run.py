@@ -29,6 +29,7 @@ from tests.command_line import (
     tandem,
     wait_for,
 )
+from topology.runs import read_json
 
 REWARDS = """
 import time
@@ -50,7 +51,7 @@ def always_raises(completions, **fields):
     raise ValueError("no luck [/today]")
 """
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(workplace: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    disk = SmallDisk(tmp_path, 10)  # one checkpoint of the tiny model is 5.3 MiB
+    disk = SmallDisk(tmp_path, 100)
     yield disk
     for process in processes_of(tmp_path):
         process.kill()
@@ -147,12 +148,16 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_a_killed_command_keeps_the_ru
     def state() -> dict[str, Any]:
         return json.loads(tandem_there("status", "tiny", "--json").stdout)
 
-    run = small_disk.run_folder("tiny")
+    def recorded(key: str) -> Any:  # cheaper than the command to ask for again and again
+        return (read_json(run / "status.json") or {}).get(key)
+
+    run = small_disk.path("tiny")
+    small_disk.fill(90)  # what is left is enough for one checkpoint of 5.3 MiB
     settings = ["--set", "checkpoint.every=1", "--set", "trainers.policy.steps=3"]
     with Command(tmp_path, "run", TINY, *settings, prefix=small_disk.command()) as started:
         wait_for((run / "status.json").exists, 60, "the run's folder")
         assert state()["state"] == "starting"
-        wait_for(lambda: state().get("actors"), 60, "the run's actors")
+        wait_for(lambda: recorded("actors"), 60, "the run's actors")
         started.kill()
     assert started.wait() == -signal.SIGKILL
     assert "tiny  starting  0/3" in tandem_there("list").stdout
@@ -161,7 +166,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_a_killed_command_keeps_the_ru
     )
     assert "run name `tiny` is in use" in tandem_there("run", TINY, code=2).stderr
 
-    wait_for(lambda: state()["state"] not in ("starting", "running"), 120, "the end of the run")
+    wait_for(lambda: recorded("state") not in ("starting", "running"), 120, "the end of the run")
     ended = state()
     assert (ended["state"], ended["step"]) == ("failed", 3), ended
     assert "checkpoint step-000003 was not written" in ended["cause"]
@@ -173,15 +178,17 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_a_killed_command_keeps_the_ru
     assert kinds.count("checkpoint_failed") == 2
     assert_nothing_left(tmp_path / "runs/tiny")
 
-    small_disk.grow(100)
+    small_disk.free()
     going_on = ["resume", "tiny", "--set", "trainers.policy.steps=100000", "--set", "checkpoint.every=null"]
     with Command(tmp_path, *going_on, prefix=small_disk.command()) as resumed:
-        wait_for(lambda: state()["state"] == "running" and state()["step"] >= 2, 120, "a step after the checkpoint")
+        wait_for(lambda: recorded("state") == "running" and recorded("step") >= 2, 120, "a step after the checkpoint")
         resumed.send_signal(signal.SIGINT)
         output, _ = resumed.communicate(timeout=60)
     assert resumed.returncode == 130, output
     assert "interrupted: run tiny is being stopped" in output
     stopped = state()
     assert stopped["state"] == "stopped"
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[:4] == [1, 2, 3, 2]
     assert (run / f"checkpoints/step-{stopped['step']:06d}/meta.json").exists()
     assert_nothing_left(tmp_path / "runs/tiny")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,9 @@ def test_a_value_that_cannot_be_meant_is_refused(override: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         load_config(DEMO, [override])
     assert message in str(caught.value)
+
+
+def test_the_topology_that_the_readme_explains_loads() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    whole = [data for block in blocks if "name" in (data := yaml.safe_load(block))]
+    assert [parse_config(data, "README.md").name for data in whole] == ["arithmetic-2m1t"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import psutil
@@ -77,3 +78,11 @@ def test_the_tail_of_a_long_file_is_its_last_whole_lines(tmp_path: Path) -> None
     assert [row["step"] for row in folder.tail(folder.metrics, 2)] == [198, 199]
     assert [row["step"] for row in folder.tail(folder.metrics, 1000)] == list(range(200))
     assert folder.tail(folder.events, 2) == []
+
+
+def test_a_run_in_a_joined_cluster_has_failed_once_its_supervisor_is_silent(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write_json(folder.cluster_file, {"address": "x", "keeper": None})
+    for silent, state in ((5.0, "running"), (1000.0, "failed")):
+        write_json(folder.status_file, {"name": "x", "state": "running", "step": 3, "time": time.time() - silent})
+        assert folder.status()["state"] == state
