@@ -142,7 +142,8 @@ class RolloutMaker:
 
     async def _wait_for_version(self, lease: Lease) -> None:
         def ready() -> bool:
-            return self._engine.version >= lease.min_version or self._failures >= UPDATE_ATTEMPTS
+            broken = self._engine.status()["state"] == "broken"
+            return broken or self._engine.version >= lease.min_version or self._failures >= UPDATE_ATTEMPTS
 
         self._waiting += 1
         try:

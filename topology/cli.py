@@ -236,9 +236,11 @@ def _finish(run: Any, ended: dict[str, Any]) -> NoReturn:
 
     run.wait_for_cluster_end()
     if run.folder.tail(run.folder.metrics, 1):
-        report = build_report(run.folder.path)
         out.print(summary(run.folder.path))
-        out.print(f"report: {escape(str(report))}", soft_wrap=True)
+        try:
+            out.print(f"report: {escape(str(build_report(run.folder.path)))}", soft_wrap=True)
+        except OSError as error:  # a full disk: the run itself is what it is
+            err.print(f"no report: {escape(str(error))}")
     if ended["state"] == "failed":
         _leave(f"[red]run {run.name} failed:[/red] {escape(str(ended['cause']))}", FAILED)
     steps = f"{ended['step']} of {ended['steps']}" if ended.get("steps") else ended["step"]

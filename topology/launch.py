@@ -134,8 +134,10 @@ def capacity_of(config: RunConfig) -> Capacity:
         return Capacity(cpus, gpus, memory.available / GIB, what)
     with connected(None, config.cluster.address, own=False) as ray:
         total = ray.cluster_resources()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     what = f"the cluster at {config.cluster.address}"
-    return Capacity(total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0) / GIB, what, total)
+    largest = (max(node.get("CPU", 0.0) for node in nodes), max(node.get("GPU", 0.0) for node in nodes))
+    return Capacity(total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0) / GIB, what, total, *largest)
 
 
 def _count_gpus() -> int:

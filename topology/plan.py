@@ -6,6 +6,7 @@ and the remedy. The same plan drives `tandem plan`, `tandem run` and the supervi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -64,6 +65,8 @@ class Capacity:
     memory_gib: float
     what: str
     custom: Mapping[str, float] = field(default_factory=dict)  # none on a cluster of the run's own
+    node_cpus: float = math.inf  # of the largest node: an actor cannot be spread over two
+    node_gpus: float = math.inf
 
 
 def make_plan(config: RunConfig, model: ModelInfo, capacity: Capacity) -> Plan:
@@ -179,6 +182,31 @@ def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
+def _check_reward_time(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """The last of `slots` rows waits for all rows before it: a slow function must not look like a hung maker."""
+    for group, maker in config.makers.items():
+        if isinstance(maker, RewardMaker):
+            longest = maker.slots / maker.workers * sum(function.timeout for function in maker.functions)
+            if longest > config.buffer.lease_timeout:
+                yield (
+                    f"makers.{group}: {maker.slots} slots over {maker.workers} worker(s) may take {longest:g} s with these "
+                    f"function timeouts, more than buffer.lease_timeout {config.buffer.lease_timeout:g}: lower slots, raise "
+                    "workers, or raise buffer.lease_timeout"
+                )
+
+
+def _check_optimizer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    for role, trainer in config.trainers.items():
+        optimizer = trainer.optimizer
+        if optimizer.warmup_steps > trainer.steps:
+            yield (
+                f"trainers.{role}.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {trainer.steps} steps "
+                "of the run"
+            )
+        if optimizer.min_lr and optimizer.schedule == "constant":
+            yield f"trainers.{role}.optimizer.min_lr: {optimizer.min_lr:g} is not read with `schedule: constant`"
+
+
 def _check_buffer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     buffer = config.buffer
     if buffer.window and buffer.order != "window":
@@ -215,6 +243,8 @@ CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_columns,
     _check_groups,
     _check_sampling,
+    _check_reward_time,
+    _check_optimizer,
     _check_buffer,
     _check_cluster,
     _check_evaluation,
@@ -227,6 +257,13 @@ def _check_capacity(config: RunConfig, plan: Plan, capacity: Capacity) -> Iterat
     for what, needed, offered in (("CPUs", plan.cpus, capacity.cpus), ("GPUs", plan.gpus, capacity.gpus)):
         if needed > offered + 1e-9:
             yield f"resources: the plan needs {needed:g} {what} ({makers}, trainer), {capacity.what} has {offered:g}: {remedy}"
+    for actor in plan.actors:
+        for what, needed, largest in (
+            ("CPUs", actor.resources.cpus, capacity.node_cpus),
+            ("GPUs", actor.resources.gpus, capacity.node_gpus),
+        ):
+            if needed > largest + 1e-9:
+                yield f"resources: {actor.name} needs {needed:g} {what}, the largest node has {largest:g}: lower its resources"
     for name in sorted({name for actor in plan.actors for name in actor.resources.custom}):
         needed, offered = sum(a.resources.custom.get(name, 0.0) for a in plan.actors), capacity.custom.get(name, 0.0)
         if needed > offered + 1e-9:
@@ -303,7 +340,10 @@ def _warnings(config: RunConfig) -> Iterator[str]:
     trainer = config.trainers[POLICY]
     if trainer.steps % config.weights.every:
         last = trainer.steps - trainer.steps % config.weights.every
-        yield f"weights.every: the steps after {last} end without a published version (the final checkpoint has them)"
+        yield (
+            f"weights.every: the steps after {last} end without a published version: the final checkpoint has them, the "
+            "last evaluation does not"
+        )
     if config.checkpoint.every is None and not config.checkpoint.at_end:
         yield "checkpoint: nothing will be saved"
 

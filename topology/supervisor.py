@@ -28,6 +28,8 @@ from trainers.checkpoints import RANKS_FOLDER
 from trainers.recorder import append_event
 
 T = TypeVar("T")
+CLOSE = 3.0  # seconds a maker has to close
+PLACEMENT = 15.0  # seconds after which an actor that has not answered yet is told of
 CLASSES: dict[str, type[Shell]] = {
     "buffer": BufferActor,
     "weights": WeightsActor,
@@ -89,7 +91,16 @@ class Supervisor(Shell):
             final, cause = "failed", f"supervisor: {type(error).__name__}: {error}"
         reporter.cancel()
         await self._refresh()
+        await self._close_makers()
         self._end(final, cause)
+
+    async def _close_makers(self) -> None:
+        """Let makers give back what they hold outside their process (a remote session, a file); not for long."""
+        ready = [member for member in self._kind("maker") if member.state == "ready"]
+        closing = [asyncio.wait_for(member.handle.close.remote(), CLOSE) for member in ready]
+        for member, ended in zip(ready, await asyncio.gather(*closing, return_exceptions=True), strict=True):
+            if isinstance(ended, Exception):
+                log.info("%s did not close in %g s: %s", member.name, CLOSE, type(ended).__name__)
 
     async def _bring_up(self) -> None:
         for planned in self.plan.actors:
@@ -244,7 +255,17 @@ class Supervisor(Shell):
             raise RunFailed(f"{name}: {_one_line(error)}") from None
 
     async def _locate(self, member: Member) -> None:
-        member.place = await member.handle.ping.remote()
+        """Where the actor runs; an actor that its cluster has no room for is told of within seconds."""
+        answer = asyncio.ensure_future(member.handle.ping.remote())
+        await asyncio.wait({answer}, timeout=PLACEMENT)
+        if not answer.done():
+            free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+            needs = member.planned.resources.model_dump(exclude_defaults=False)
+            self._event("waiting_for_resources", actor=member.name, needs=needs, free=free)
+        try:
+            member.place = await answer
+        except ray.exceptions.RayActorError:
+            return  # its death is reported by `_hold`
 
     async def _hold(self, member: Member) -> None:
         """Fails as soon as the process is gone."""
@@ -274,6 +295,8 @@ class Supervisor(Shell):
                 self.problems.put_nowait(RunFailed(f"{name}: hung, no answer for limits.ping = {limit:g} s"))
             except ray.exceptions.RayActorError:
                 return  # its death is reported by `_hold`
+            except ray.exceptions.RayError as error:
+                self.problems.put_nowait(RunFailed(f"{member.name}: cannot be asked: {_one_line(error)}"))
 
         while True:
             await asyncio.gather(*(one(member) for member in self.members.values()))
@@ -327,7 +350,14 @@ class Supervisor(Shell):
         task = asyncio.ensure_future(work)
         task.set_name(name)
         self.background.add(task)
-        task.add_done_callback(self.background.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Future[None]) -> None:
+        """A watcher that fails must not fail silently: nobody would watch."""
+        self.background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the supervisor failed", exc_info=error)
+            self.problems.put_nowait(RunFailed(f"supervisor: {type(error).__name__}: {error}"))
 
 
 def _one_line(error: BaseException) -> str:

@@ -40,9 +40,7 @@ class GroupBatch:
     def of(cls, rollout: Columns, advantages: np.ndarray) -> GroupBatch:
         """From the columns of stage `rollout` and the row's advantages, per sample [n] or per token [T]."""
         lengths = np.diff(rollout["response_offsets"])
-        per_token = advantages if advantages.size == lengths.sum() else np.repeat(advantages, lengths)
-        if advantages.size == lengths.size:
-            per_token = np.repeat(advantages, lengths)
+        per_token = np.repeat(advantages, lengths) if advantages.size == lengths.size else advantages
         return cls(
             prompt_ids=rollout["prompt_ids"],
             response_ids=rollout["response_ids"],

@@ -40,10 +40,10 @@ class TrainerRank:
         )
 
     def start(self) -> None:
-        import torch
+        if self._config.backend.threads is not None:  # else what the process's environment says
+            import torch
 
-        threads = self._config.backend.threads or round(self._config.resources.cpus)
-        torch.set_num_threads(max(threads, 1))
+            torch.set_num_threads(self._config.backend.threads)
         self.learner.start()
 
     def train_step(self, plan: StepPlan, *rollouts: Columns) -> StepResult:

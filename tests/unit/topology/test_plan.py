@@ -78,6 +78,12 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         (("makers.rollout.sampling.n=80",), "one group of 80 samples does not fit engine.max_num_seqs 64"),
         (("makers.rollout.sampling.temperature=0",), "temperature 0 gives 8 equal samples"),
         (("buffer.window=3",), "buffer.window: 3 is read only with `order: window`"),
+        (
+            ("makers.reward.slots=64",),
+            r"makers.reward: 64 slots over 1 worker\(s\) may take 640 s .* more than buffer.lease_timeout 300",
+        ),
+        (("trainers.policy.optimizer.warmup_steps=999",), "warmup_steps: 999 is more than the 26 steps"),
+        (("trainers.policy.optimizer.min_lr=1e-6",), "min_lr: 1e-06 is not read with `schedule: constant`"),
         (("weights.every=50",), "no version would ever be published"),
         (("evaluation.at_start=false", "evaluation.at_end=false"), "nothing would be evaluated"),
         (
@@ -120,6 +126,11 @@ def test_more_actors_than_the_cluster_holds_are_refused_with_the_sum() -> None:
 def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory: the plan needs about .* GiB .* this machine has 8\.0"):
         make_plan(demo("makers.rollout.replicas=20"), SMOL, replace(ROOMY, memory_gib=8))
+
+
+def test_an_actor_that_fits_on_no_single_node_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="maker/rollout/0 needs 8 CPUs, the largest node has 4"):
+        make_plan(demo("makers.rollout.resources.cpus=8"), SMOL, replace(ROOMY, node_cpus=4))
 
 
 def test_gpus_that_are_not_there_are_refused() -> None:
