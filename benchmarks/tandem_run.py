@@ -33,6 +33,9 @@ OVERRIDES = (
     f"makers.rollout.sampling.max_tokens={workload.MAX_TOKENS}",
     f"trainers.policy.groups_per_step={workload.GROUPS}",
     f"trainers.policy.optimizer.lr={workload.LEARNING_RATE}",
+    "trainers.policy.optimizer.schedule=constant",
+    "trainers.policy.optimizer.min_lr=0",
+    "trainers.policy.algorithm.entropy_coef=0",  # the baseline has no entropy bonus
     f"trainers.policy.steps={STEPS}",
 )
 

@@ -44,9 +44,9 @@ def test_the_plan_names_every_actor_and_does_the_arithmetic() -> None:
         "maker/reward/0",
     ]
     assert plan.cpus == pytest.approx(3.1)
-    assert plan.arithmetic["samples per step"] == "8 groups x 8 samples = 64"
-    assert plan.arithmetic["rows per version"] == "8 groups x 2 step(s) = 16"
-    assert plan.arithmetic["rows in flight at most"] == "(max_staleness 1 + 1) x 16 = 32"
+    assert plan.arithmetic["samples per step"] == "12 groups x 8 samples = 96"
+    assert plan.arithmetic["rows per version"] == "12 groups x 2 step(s) = 24"
+    assert plan.arithmetic["rows in flight at most"] == "(max_staleness 1 + 1) x 24 = 48"
     assert ("weights", "maker/rollout", "newest version") in plan.edges
 
 
@@ -55,7 +55,7 @@ def test_the_plan_names_every_actor_and_does_the_arithmetic() -> None:
     [
         (("buffer.max_staleness=0",), 0),
         (("buffer.max_staleness=2",), 2),
-        (("buffer.max_staleness=2", "buffer.order=window", "buffer.window=7"), 3),
+        (("buffer.max_staleness=2", "buffer.order=window", "buffer.window=12"), 3),
         (("buffer.order=ready",), 1),
     ],
 )
@@ -66,7 +66,7 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("trainers.policy.minibatches=3",), "8 groups_per_step cannot be split into 3 equal minibatches"),
+        (("trainers.policy.minibatches=5",), "12 groups_per_step cannot be split into 5 equal minibatches"),
         (("trainers.policy.backend.tensor_parallel=2",), "2 ranks asked for, only 1 is supported"),
         (("makers={rollout: {kind: rollout}}",), "no group provides `reward`"),
         (
@@ -82,8 +82,8 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
             ("makers.reward.slots=64",),
             r"makers.reward: 64 slots over 1 worker\(s\) may take 640 s .* more than buffer.lease_timeout 300",
         ),
-        (("trainers.policy.optimizer.warmup_steps=999",), "warmup_steps: 999 is more than the 26 steps"),
-        (("trainers.policy.optimizer.min_lr=1e-6",), "min_lr: 1e-06 is not read with `schedule: constant`"),
+        (("trainers.policy.optimizer.warmup_steps=999",), "warmup_steps: 999 is more than the 20 steps"),
+        (("trainers.policy.optimizer.schedule=constant",), "min_lr: 6e-06 is not read with `schedule: constant`"),
         (("weights.every=50",), "no version would ever be published"),
         (("evaluation.at_start=false", "evaluation.at_end=false"), "nothing would be evaluated"),
         (
