@@ -148,6 +148,9 @@ class BufferActor(Shell):
 
         self._buffer.attach(RayMaker(info, self.peer(info.name)))
 
+    async def maker_died(self, name: str, cause: str) -> None:
+        self._buffer.maker_died(name, cause)
+
     async def published(self, version: int) -> None:
         self._buffer.published(version)
 

@@ -75,10 +75,7 @@ def snapshot(
 
 def threads_of(config: RunConfig, planned: PlannedActor) -> int:
     """CPU threads of an actor: its engine's or backend's own setting, else the CPUs it asks for."""
-    chosen: int | None = None
-    if planned.kind == "maker":
-        engine = getattr(config.makers[planned.name.split("/")[1]], "engine", None)
-        chosen = engine.threads if engine is not None else None
-    elif planned.kind == "rank":
-        chosen = config.trainers[POLICY].backend.threads
-    return chosen or max(1, int(planned.resources.cpus))
+    if planned.kind == "rank":
+        return config.trainers[POLICY].threads
+    engine = getattr(config.makers[planned.name.split("/")[1]], "engine", None) if planned.kind == "maker" else None
+    return (engine and engine.threads) or max(1, int(planned.resources.cpus))

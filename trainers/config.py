@@ -122,3 +122,8 @@ class TrainerConfig(Strict):
     max_nonfinite_steps: int = Field(3, ge=1, description="Steps in a row that were not finite, and end the run.")
     max_empty_steps: int = Field(5, ge=1, description="Batches in a row without one valid token, that end the run.")
     resources: Resources = Field(Resources(), description="Of each rank.")
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of a rank: the backend's own setting, else the CPUs it asks for."""
+        return self.backend.threads or max(1, int(self.resources.cpus))

@@ -40,10 +40,9 @@ class TrainerRank:
         )
 
     def start(self) -> None:
-        if self._config.backend.threads is not None:  # else what the process's environment says
-            import torch
+        import torch
 
-            torch.set_num_threads(self._config.backend.threads)
+        torch.set_num_threads(self._config.threads)
         self.learner.start()
 
     def train_step(self, plan: StepPlan, *rollouts: Columns) -> StepResult:
