@@ -31,7 +31,7 @@ def function(path: str, **settings: Any) -> str:
 
 
 def tandem(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([TANDEM, *args], cwd=folder, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run([TANDEM, *args], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
 class Command:
@@ -59,8 +59,12 @@ def status(folder: Path, name: str) -> dict[str, Any]:
     return json.loads(tandem(folder, "status", name, "--json").stdout)
 
 
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs" / name / "events.jsonl").read_text().splitlines()]
+    return lines(folder / "runs" / name / "events.jsonl")
 
 
 def wait_for(condition: Callable[[], Any], timeout: float, what: str) -> None:

@@ -1,9 +1,10 @@
 """Staleness on the real parts: vLLM, reward processes and Megatron, asynchronous, against a loop that is plainly synchronous.
 
-`max_staleness: 0` with `every: 1` is on-policy training, bit for bit: prompts, tokens, log-probs, rewards, losses,
-gradient norms and final weights. Both loops run the model in float32 on one thread, and a sample's random numbers come
-from its row's seed alone. vLLM gives a sample the same bits whatever else is in a step, with one exception on CPU that
-this model does not show: in larger models a step of a single token may differ in the last bits.
+`max_staleness: 0` with `every: 1` is on-policy training: the same prompts, tokens and rewards, and the same log-probs,
+losses, gradient norms and weights but for the last bits. Both loops run the model in float32 on one thread, and a sample's
+random numbers come from its row's seed alone. Mostly every bit is equal; not always, because which samples share an
+engine step depends on when they arrive, and on CPU a step of a single token takes another matrix kernel (seen: 1.4e-6 in
+4 of 59 log-probs).
 """
 
 from __future__ import annotations
@@ -178,20 +179,36 @@ def plan_of(config: RunConfig, version: int, rollouts: list[Columns], rewards: l
     )
 
 
-def test_max_staleness_0_is_synchronous_training_bit_for_bit(on_policy: LocalRun, rank: RankProcess) -> None:
+def test_max_staleness_0_is_synchronous_training(on_policy: LocalRun, rank: RankProcess) -> None:
     expected = train_synchronously(tiny(max_staleness=0), rank)
     assert [[row.prompt.id for row in rows] for rows in on_policy.batches] == expected.prompts
     for rows, rollouts, rewards in zip(on_policy.batches, expected.rollouts, expected.rewards, strict=True):
         for row, rollout, reward in zip(rows, rollouts, rewards, strict=True):
-            assert row.columns["rollout"].keys() == rollout.keys()
+            found = dict(row.columns["rollout"])
+            logprobs = rollout.pop("behaviour_logprobs")
+            np.testing.assert_allclose(found.pop("behaviour_logprobs"), logprobs, rtol=1e-5, atol=1e-5)
+            assert found.keys() == rollout.keys()
             for name, values in rollout.items():
-                np.testing.assert_array_equal(row.columns["rollout"][name], values, err_msg=name, strict=True)
+                np.testing.assert_array_equal(found[name], values, err_msg=name, strict=True)
             np.testing.assert_array_equal(row.columns["reward"]["rewards"], reward, strict=True)
-    assert [step["loss"] for step in on_policy.metrics] == [result.loss for result in expected.results]
-    assert [step["grad_norm"] for step in on_policy.metrics] == [result.grad_norm for result in expected.results]
-    found = unpack(*on_policy.store.get(STEPS))
-    assert found.keys() == expected.weights.keys()
-    assert all(found[name].equal(tensor) for name, tensor in expected.weights.items())
+    for name in ("loss", "grad_norm"):
+        wanted = [getattr(result, name) for result in expected.results]
+        np.testing.assert_allclose([step[name] for step in on_policy.metrics], wanted, rtol=1e-4, atol=1e-6)
+    assert_same_training(unpack(*on_policy.store.get(STEPS)), expected.weights, start_weights())
+
+
+def start_weights() -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(resolve_model("tiny-llama") / "model.safetensors")
+
+
+def assert_same_training(found: dict[str, Any], wanted: dict[str, Any], start: dict[str, Any]) -> None:
+    """What training did to each tensor differs by less than a hundredth of it."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        moved = (tensor - start[name].float()).norm()
+        assert (found[name] - tensor).norm() <= 0.01 * moved, name
 
 
 def test_the_comparison_has_signal(on_policy: LocalRun) -> None:

@@ -6,30 +6,23 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-TANDEM = str(Path(sys.executable).with_name("tandem"))
-REPOSITORY = Path(__file__).resolve().parents[2]
-TINY = str(REPOSITORY / "configs/tiny.yaml")
+from tests import command_line
+from tests.command_line import TINY, assert_nothing_left, events, lines, processes_of, status
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def tandem(folder: Path, *args: str, code: int = 0, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([TANDEM, *args], cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+def tandem(folder: Path, *args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = command_line.tandem(folder, *args)
     assert done.returncode == code, f"{args} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
-
-
-def status(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads(tandem(folder, "status", name, "--json").stdout)
 
 
 def wait_until(folder: Path, name: str, wanted: Any, timeout: float = 120) -> dict[str, Any]:
@@ -42,30 +35,7 @@ def wait_until(folder: Path, name: str, wanted: Any, timeout: float = 120) -> di
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs" / name / "events.jsonl").read_text().splitlines()]
-
-
-def processes_of(run: Path) -> list[psutil.Process]:
-    """Every process whose environment names the run's token: its cluster, its actors and what they started."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("RAY_AUTH_TOKEN_PATH", "").startswith(str(run)):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def assert_nothing_left(run: Path) -> None:
-    deadline = time.monotonic() + 30
-    while (left := processes_of(run)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not left, [process.cmdline() for process in left]
+    return lines(folder / "runs" / name / "metrics.jsonl")
 
 
 @pytest.fixture
@@ -77,9 +47,10 @@ def workplace(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run from start to end, looked at by several tests."""
+    """One run with two rollout makers from start to end, looked at by several tests."""
     folder = tmp_path_factory.mktemp("finished")
-    tandem(folder, "run", TINY, "--set", "makers.rollout.sampling.temperature=0.8")
+    settings = ("makers.rollout.sampling.temperature=0.8", "makers.rollout.replicas=2")
+    tandem(folder, "run", TINY, *(word for setting in settings for word in ("--set", setting)))
     return folder
 
 
@@ -130,6 +101,11 @@ def test_a_name_in_use_is_refused_before_anything_starts(finished: Path) -> None
     done = tandem(finished, "run", TINY, code=2)
     assert "run name `tiny` is in use" in done.stderr
     assert "tandem resume" in done.stderr
+
+
+def test_both_makers_were_attached_and_the_run_says_so(finished: Path) -> None:
+    attached = {event["maker"] for event in events(finished, "tiny") if event["event"] == "attach"}
+    assert attached == {"maker/rollout/0", "maker/rollout/1", "maker/reward/0"}
 
 
 def test_logs_and_list_show_the_run(finished: Path) -> None:
