@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 
 from tests import command_line
 from tests.command_line import TINY, assert_nothing_left, events, lines, processes_of, status
+from topology.keeper import cluster_environment, start_keeper
+from topology.runs import RunFolder, wait_for_file
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -155,3 +158,34 @@ def test_stop_drains_writes_a_checkpoint_and_leaves_nothing(workplace: Path) -> 
     meta = json.loads((workplace / f"runs/tiny/checkpoints/step-{found['step']:06d}/meta.json").read_text())
     assert meta["step"] == found["step"]
     assert_nothing_left(workplace / "runs" / "tiny")
+
+
+NAMED_ACTORS = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print(sorted(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)))
+"""
+
+
+def test_a_run_joins_a_cluster_by_its_address_and_leaves_no_actor_in_it(workplace: Path, monkeypatch: Any) -> None:
+    cluster = RunFolder(workplace / "runs" / "cluster")
+    cluster.create()
+    cluster.write_token()
+    keeper = start_keeper(cluster, cpus=4, gpus=None, object_store_bytes=1 << 29)
+    address = wait_for_file(cluster.cluster_file, 60, lambda: keeper.poll() is None, "the cluster")["address"]
+    for name, value in cluster_environment(cluster).items():
+        monkeypatch.setenv(name, value)
+
+    tandem(workplace, "run", TINY, "--set", f"cluster.address={address}", "--set", "trainers.policy.steps=2")
+
+    assert status(workplace, "tiny")["state"] == "done"
+    deadline = time.monotonic() + 20
+    while (left := _named_actors(address)) != "[]":
+        assert time.monotonic() < deadline, left
+    keeper.terminate()
+    assert keeper.wait(timeout=30) == 0
+
+
+def _named_actors(address: str) -> str:
+    command = [sys.executable, "-c", NAMED_ACTORS, address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
