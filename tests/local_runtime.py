@@ -25,7 +25,8 @@ from makers.prompts import open_prompts
 from tests.fakes_trainer import FakeRecorder
 from topology.config import RunConfig
 from topology.models import resolve_model
-from topology.plan import POLICY, rollout_of, stages_of, worst_case_staleness
+from topology.plan import worst_case_staleness
+from topology.roles import POLICY, rollout_of, stages_of
 from trainers.checkpoints import Checkpointer
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner

@@ -126,7 +126,7 @@ class BufferActor(Shell):
     async def start(self, cursor: int, step: int) -> None:
         from buffer.buffer import Buffer
         from makers.prompts import open_prompts
-        from topology.plan import POLICY, rollout_of, stages_of
+        from topology.roles import POLICY, rollout_of, stages_of
 
         trainer = self.config.trainers[POLICY]
         prompts = await asyncio.to_thread(open_prompts, self.config.prompts)
@@ -188,7 +188,7 @@ class MakerActor(Shell):
     async def start(self) -> MakerInfo:
         from makers.factory import build_maker
         from topology.handles import RayWeightClient
-        from topology.plan import stage_of
+        from topology.roles import stage_of
 
         _, group, index = self.identity.name.split("/")
         config = self.config.makers[group]
@@ -265,7 +265,7 @@ class RankActor(Shell):
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
 
     def _start(self, rendezvous: Rendezvous, restore: str | None) -> int:
-        from topology.plan import POLICY
+        from topology.roles import POLICY
         from trainers.rank import TrainerRank
 
         self._rank = TrainerRank(

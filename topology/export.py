@@ -7,7 +7,7 @@ from pathlib import Path
 
 from topology.config import ConfigError, load_config
 from topology.models import ModelError, resolve_model
-from topology.plan import POLICY
+from topology.roles import POLICY
 from topology.runs import RunError, RunFolder
 
 

@@ -25,7 +25,8 @@ from topology.keeper import start_keeper
 from topology.members import snapshot
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.names import namespace_of
-from topology.plan import GIB, POLICY, Capacity, Plan, make_plan
+from topology.plan import GIB, Capacity, Plan, make_plan
+from topology.roles import POLICY
 from topology.runs import ENDED, RunError, RunFolder, process_alive, read_json, run_folder, wait_for_file, write_json
 from trainers.checkpoints import LATEST, RANKS_FOLDER, Checkpoint, CheckpointError, find_latest
 from trainers.config import CustomAlgorithm, MegatronBackend

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from topology.config import RunConfig
-from topology.plan import POLICY, PlannedActor
+from topology.plan import PlannedActor
+from topology.roles import POLICY
 
 
 @dataclass

@@ -7,19 +7,19 @@ and the remedy. The same plan drives `tandem plan`, `tandem run` and the supervi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
 from makers.config import CustomMaker, RewardMaker, RolloutMaker
+from topology.checks import CHECKS
 from topology.config import ConfigError, RunConfig
-from topology.models import SUPPORTED_FAMILIES, ModelInfo
-from trainers.config import MegatronBackend, TrainerConfig
+from topology.models import ModelInfo
+from topology.roles import POLICY, ranks_of, rollout_of, stage_of
+from trainers.config import TrainerConfig
 
 GIB = 1 << 30
-POLICY = "policy"
-NEEDED_STAGES = ("rollout", "reward")  # by every policy-gradient algorithm
 RUNTIME_GIB = {"rollout": 1.1, "reward": 0.4, "custom": 0.5, "rank": 0.7, "service": 0.25}  # measured resident memory
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -79,176 +79,6 @@ def make_plan(config: RunConfig, model: ModelInfo, capacity: Capacity) -> Plan:
             return plan
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise ConfigError(f"this plan cannot work: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def stage_of(maker: RolloutMaker | RewardMaker | CustomMaker, group: str) -> str:
-    """The stage that a maker group fills: its kind, or for a maker of one's own the group's name."""
-    return group if isinstance(maker, CustomMaker) else maker.kind
-
-
-def rollout_of(config: RunConfig) -> RolloutMaker:
-    return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
-
-
-def ranks_of(trainer: TrainerConfig) -> int:
-    backend = trainer.backend
-    if not isinstance(backend, MegatronBackend):
-        return 1
-    return backend.tensor_parallel * backend.pipeline_parallel * backend.data_parallel
-
-
-def stages_of(config: RunConfig) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(stage_of(maker, group) for group, maker in config.makers.items()))
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    unknown = sorted(set(config.trainers) - {POLICY})
-    if unknown:
-        yield f"trainers.{unknown[0]}: only one trainer, named `{POLICY}`, is supported so far"
-    if POLICY not in config.trainers:
-        yield f"trainers: needs one named `{POLICY}`"
-        return
-    trainer = config.trainers[POLICY]
-    if trainer.groups_per_step % trainer.minibatches:
-        yield (
-            f"trainers.policy.minibatches: {trainer.groups_per_step} groups_per_step cannot be split into "
-            f"{trainer.minibatches} equal minibatches: use a divisor of {trainer.groups_per_step}"
-        )
-    if ranks_of(trainer) > 1:
-        yield f"trainers.policy.backend: {ranks_of(trainer)} ranks asked for, only 1 is supported so far"
-    if model.family not in SUPPORTED_FAMILIES and isinstance(trainer.backend, MegatronBackend):
-        yield (
-            f"model.path: family `{model.family}` is not supported by the Megatron backend; "
-            f"supported: {', '.join(SUPPORTED_FAMILIES)}"
-        )
-
-
-def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    provided = set(stages_of(config))
-    if "rollout" in provided and not any(isinstance(maker, RolloutMaker) for maker in config.makers.values()):
-        yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
-    for stage in NEEDED_STAGES:
-        if stage not in provided:
-            yield (
-                f"makers: no group provides `{stage}`, which trainers.policy needs; "
-                f"add one with `kind: {stage}` (groups: {', '.join(config.makers)})"
-            )
-
-
-def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    rollouts = {group: maker for group, maker in config.makers.items() if isinstance(maker, RolloutMaker)}
-    sizes = {maker.sampling.n for maker in rollouts.values()}
-    if len(sizes) > 1:
-        yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
-    budgets = {maker.sampling.max_tokens for maker in rollouts.values()}
-    if len(budgets) > 1:
-        yield f"makers.*.sampling.max_tokens: all rollout groups need the same budget, got {sorted(budgets)}"
-    rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
-    first, *others = rewards or [""]
-    different = [group for group in others if rewards[group].functions != rewards[first].functions]
-    if different:
-        yield (
-            f"makers.{different[0]}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
-            "groups, whichever is free: give both the same functions, or put all of them into one group"
-        )
-    for group, maker in rollouts.items():
-        engine, sampling = maker.engine, maker.sampling
-        if sampling.max_tokens >= engine.max_model_len:
-            yield (
-                f"makers.{group}.sampling.max_tokens: {sampling.max_tokens} leaves no room for a prompt in "
-                f"engine.max_model_len {engine.max_model_len}: lower the one or raise the other"
-            )
-        if model.max_positions and engine.max_model_len > model.max_positions:
-            yield (
-                f"makers.{group}.engine.max_model_len: {engine.max_model_len} is more than the model's "
-                f"{model.max_positions} positions"
-            )
-        if sampling.n > engine.max_num_seqs:
-            yield (
-                f"makers.{group}.sampling.n: one group of {sampling.n} samples does not fit "
-                f"engine.max_num_seqs {engine.max_num_seqs}: raise it to at least {sampling.n}"
-            )
-
-
-def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    for group, maker in config.makers.items():
-        if isinstance(maker, RolloutMaker) and maker.sampling.n > 1 and maker.sampling.temperature == 0:
-            yield (
-                f"makers.{group}.sampling: temperature 0 gives {maker.sampling.n} equal samples and no advantage: "
-                "raise the temperature, or use n: 1"
-            )
-
-
-def _check_reward_time(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    """The last of `slots` rows waits for all rows before it: a slow function must not look like a hung maker."""
-    for group, maker in config.makers.items():
-        if isinstance(maker, RewardMaker):
-            longest = maker.slots / maker.workers * sum(function.timeout for function in maker.functions)
-            if longest > config.buffer.lease_timeout:
-                yield (
-                    f"makers.{group}: {maker.slots} slots over {maker.workers} worker(s) may take {longest:g} s with these "
-                    f"function timeouts, more than buffer.lease_timeout {config.buffer.lease_timeout:g}: lower slots, raise "
-                    "workers, or raise buffer.lease_timeout"
-                )
-
-
-def _check_optimizer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    for role, trainer in config.trainers.items():
-        optimizer = trainer.optimizer
-        if optimizer.warmup_steps > trainer.steps:
-            yield (
-                f"trainers.{role}.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {trainer.steps} steps "
-                "of the run"
-            )
-        if optimizer.min_lr and optimizer.schedule == "constant":
-            yield f"trainers.{role}.optimizer.min_lr: {optimizer.min_lr:g} is not read with `schedule: constant`"
-
-
-def _check_buffer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    buffer = config.buffer
-    if buffer.window and buffer.order != "window":
-        yield f"buffer.window: {buffer.window} is read only with `order: window`, but order is `{buffer.order}`"
-    if (
-        config.weights.every > 1
-        and config.trainers.get(POLICY)
-        and config.trainers[POLICY].steps < config.weights.every
-    ):
-        yield (
-            f"weights.every: {config.weights.every} steps between versions, but trainers.policy.steps is "
-            f"{config.trainers[POLICY].steps}: no version would ever be published"
-        )
-
-
-def _check_cluster(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    cluster = config.cluster
-    unread = [key for key in ("cpus", "gpus") if getattr(cluster, key) is not None]
-    if cluster.address is not None and unread:
-        yield (
-            f"cluster.{unread[0]}: read only for a cluster of the run's own, but cluster.address is {cluster.address}: "
-            "remove one of the two"
-        )
-
-
-def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    evaluation = config.evaluation
-    if evaluation and not (evaluation.at_start or evaluation.at_end or evaluation.every):
-        yield "evaluation: at_start and at_end are false and every is null, so nothing would be evaluated: remove it"
-
-
-CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
-    _check_trainers,
-    _check_columns,
-    _check_groups,
-    _check_sampling,
-    _check_reward_time,
-    _check_optimizer,
-    _check_buffer,
-    _check_cluster,
-    _check_evaluation,
-)
 
 
 def _check_capacity(config: RunConfig, plan: Plan, capacity: Capacity) -> Iterator[str]:

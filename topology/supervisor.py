@@ -22,7 +22,8 @@ from topology.actors import BufferActor, Identity, MakerActor, RankActor, Shell,
 from topology.handles import ActorLost, call
 from topology.members import Member, snapshot, threads_of
 from topology.names import log_file
-from topology.plan import POLICY, Plan, PlannedActor
+from topology.plan import Plan, PlannedActor
+from topology.roles import POLICY
 from topology.runs import RunFolder, write_json
 from trainers.checkpoints import RANKS_FOLDER
 from trainers.recorder import append_event

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from topology.handles import RayPublisher, RayRows, RayWorker
-from topology.plan import POLICY, rollout_of, worst_case_staleness
+from topology.plan import worst_case_staleness
+from topology.roles import POLICY, rollout_of
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
 from trainers.metrics import MetricsBuilder

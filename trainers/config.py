@@ -60,13 +60,20 @@ class MegatronBackend(Strict):
     type: Literal["megatron"]
     tensor_parallel: int = Field(1, ge=1)
     pipeline_parallel: int = Field(1, ge=1)
+    context_parallel: int = Field(1, ge=1)
     data_parallel: int = Field(1, ge=1)
+    expert_parallel: int = Field(1, ge=1, description="Of the data-parallel ranks: how many share out the experts.")
+    sequence_parallel: bool = Field(False, description="Split norms and dropout along the sequence over tensor ranks.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of parameters; main parameters are float32.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Packed tokens of one forward and backward.")
     share_prompt: bool = Field(True, description="Compute the prompt of a group once for all its samples.")
     distributed_optimizer: bool = True
     recompute: bool = Field(False, description="Recompute activations in the backward pass.")
     threads: int | None = Field(None, ge=1, description="CPU threads of a rank; null: resources.cpus.")
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
 
 class TorchBackend(Strict):

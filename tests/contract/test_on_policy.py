@@ -32,7 +32,7 @@ from makers.rollout import _sample_seed
 from tests.local_runtime import LocalRun, RankProcess, run_locally
 from topology.config import RunConfig, parse_config
 from topology.models import resolve_model
-from topology.plan import POLICY, rollout_of
+from topology.roles import POLICY, rollout_of
 from trainers.batch import RowShape, StepPlan, plan_step
 from trainers.learner import StepResult
 from weights.packing import unpack

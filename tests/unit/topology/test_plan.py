@@ -67,7 +67,6 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
     ("overrides", "message"),
     [
         (("trainers.policy.minibatches=5",), "12 groups_per_step cannot be split into 5 equal minibatches"),
-        (("trainers.policy.backend.tensor_parallel=2",), "2 ranks asked for, only 1 is supported"),
         (("makers={rollout: {kind: rollout}}",), "no group provides `reward`"),
         (
             ("makers={reward: {kind: reward, functions: [{name: exact_match}]}}",),

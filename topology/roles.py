@@ -1,0 +1,26 @@
+"""What the sections of a config mean for the plan: which stage a maker group fills, how many ranks a trainer has. Pure."""
+
+from __future__ import annotations
+
+from makers.config import CustomMaker, RewardMaker, RolloutMaker
+from topology.config import RunConfig
+from trainers.config import MegatronBackend, TrainerConfig
+
+POLICY = "policy"
+
+
+def stage_of(maker: RolloutMaker | RewardMaker | CustomMaker, group: str) -> str:
+    """The stage that a maker group fills: its kind, or for a maker of one's own the group's name."""
+    return group if isinstance(maker, CustomMaker) else maker.kind
+
+
+def rollout_of(config: RunConfig) -> RolloutMaker:
+    return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
+
+
+def ranks_of(trainer: TrainerConfig) -> int:
+    return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
+
+
+def stages_of(config: RunConfig) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(stage_of(maker, group) for group, maker in config.makers.items()))
