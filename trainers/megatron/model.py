@@ -194,6 +194,7 @@ def load_weights(bridge: Bridge, model: PolicyModel, folder: Path) -> None:
         bridge.load_weights([model], str(folder))
 
 
+@torch.no_grad()  # collectives on parameters leave a hook on each, more of them with every export
 def export_weights(bridge: Bridge, model: Any) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor), each name once; tensors may be views of the parameters. Collective."""
     seen = set()
