@@ -156,7 +156,7 @@ class _Step:
             parts = choose_samples(groups, version, self.policy.data_parallel_rank, ranks, PROBE_TOKENS)
             batches = [pack(groups, parts, self.plan.minibatches[0].totals, share_prompt=self.policy.share_prompt)]
             figures = MetricSums()
-            for packed, log_probs in zip(batches, self.policy.log_probs(batches, past[version]), strict=False):
+            for packed, log_probs in zip(batches, self.policy.log_probs(batches, past[version]), strict=True):
                 self._compare(figures, log_probs, packed, version)
             self._add(figures)
         if self.plan.version is not None:
