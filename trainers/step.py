@@ -234,7 +234,7 @@ class _Step:
     def _result(self, minibatches: list[list[PackedBatch]]) -> StepResult:
         packed = sum(batch.token_ids.size for batches in minibatches for batch in batches)
         reduced, _ = self.policy.reduce({"packed": torch.tensor(float(packed))}, {})
-        if self.skipped and self.failures_folder is not None and self.policy.data_parallel_rank == 0:
+        if self.skipped and self.failures_folder is not None:
             save_batch(self.failures_folder / f"step-{self.plan.step:06d}.npz", self.plan, self.rollouts)
         sums = {name: float(value) for name, value in self.figures.sums.items()}
         maxima = {name: float(value) for name, value in self.figures.maxima.items()}

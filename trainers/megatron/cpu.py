@@ -14,6 +14,7 @@ import functools
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ def install() -> None:
             module.torch = substitute  # type: ignore[attr-defined]
     _patch_random_state()
     _patch_tensor_methods()
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 @functools.cache
