@@ -86,7 +86,7 @@ class LocalRows:
         return self._buffer.status()
 
     async def cursor(self) -> int:
-        return self._buffer.status()["prompts"]["oldest_unfinished"]
+        return self._buffer.oldest_unfinished
 
 
 class LocalPublisher:

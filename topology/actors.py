@@ -175,7 +175,7 @@ class BufferActor(Shell):
 
     async def cursor(self) -> int:
         """Where the prompts of a resumed run begin: at the oldest row that is neither trained nor dropped."""
-        return self._buffer.status()["prompts"]["oldest_unfinished"]
+        return self._buffer.oldest_unfinished
 
     async def fatal(self) -> str:
         """Returns when it is impossible for the run to go on: the cause."""
