@@ -100,7 +100,7 @@ class LocalPublisher:
         await self._store.publish(version, self)
 
     async def export(self, version: int) -> tuple[Manifest, list[Any]]:
-        manifest, *buckets = (await self._ranks.call("export", version))[0]
+        manifest, *buckets = await self._ranks.call(TrainerRank.export, version)
         return manifest, buckets
 
 
