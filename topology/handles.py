@@ -124,7 +124,7 @@ class RayExporter:
 
 
 class RayWorker:
-    """One trainer rank: implements `trainers.rank_group.Worker`."""
+    """An actor as a worker of a group: implements `trainers.rank_group.Worker`."""
 
     def __init__(self, name: str, actor: ActorHandle) -> None:
         self.name = name
@@ -135,6 +135,12 @@ class RayWorker:
             return await self._actor.invoke.remote(method, *args)
         except RayTaskError as error:
             raise without_ray(error) from error
+        except RayActorError as error:
+            raise ActorLost(death_cause(error)) from None
+
+    def close(self) -> None:
+        if ray.is_initialized():  # who has left the cluster has left its actors
+            ray.kill(self._actor)
 
 
 class RayRows:

@@ -90,8 +90,13 @@ def call_of(method: Callable[..., Any]) -> Call | None:
 def positional(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments of a method (`self` left out) in the order of its signature, defaults filled in.
 
-    Raises TypeError if they do not fit the signature.
+    Raises TypeError if they do not fit the signature; those that a callable dispatches only have to be positional.
     """
+    call = call_of(method)
+    if call is not None and callable(call.dispatch):
+        if kwargs:
+            raise TypeError(f"{method.__qualname__} is dispatched by a callable: give {', '.join(kwargs)} by position")
+        return tuple(args)
     bound = inspect.signature(method).bind(None, *args, **kwargs)
     bound.apply_defaults()
     if bound.kwargs:

@@ -1,7 +1,8 @@
 """One process of a trainer: builds the learner that its config names and answers the calls of the rank group.
 
 Methods are plain, synchronous and collective; those that the controller calls say how. Importing this module imports
-neither torch nor Megatron; the starter of the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory and compiler runs on CPU.
+neither torch nor Megatron; the starter of the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory
+and compiler runs on CPU.
 """
 
 from __future__ import annotations
