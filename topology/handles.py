@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from buffer.evaluation import EvaluationResult
 from buffer.records import DataFailure, InfraFailure, Lease, MakerInfo, Produced, Prompt, SampledRow
+from topology.wire import pack_lease, unpack_produced
 from weights.manifest import Manifest
 
 T = TypeVar("T")
@@ -62,13 +63,13 @@ class RayMaker:
 
     def __init__(self, info: MakerInfo, actor: ActorHandle) -> None:
         self.info = info
-        self._actor = actor
+        # Two returns: the small answer is fetched, the columns stay where they were made and only the reference comes.
+        self._make = actor.make.options(num_returns=2)
 
     async def make(self, lease: Lease, inputs: Sequence[Any]) -> tuple[Produced, Any]:
-        # Two returns: the small answer is fetched, the columns stay where they were made and only the reference comes.
-        produced, columns = self._actor.make.options(num_returns=2).remote(lease, *inputs)
+        produced, columns = self._make.remote(pack_lease(lease), *inputs)
         try:
-            return await produced, columns
+            return unpack_produced(await produced), columns
         except asyncio.CancelledError:
             ray.cancel(produced)
             raise

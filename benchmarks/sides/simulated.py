@@ -76,15 +76,15 @@ class CallerActor(BufferActor):
 
     async def bare_start(self, hosts: Sequence[tuple[str, str]], ahead: int) -> None:
         self._room, self._made = asyncio.Semaphore(ahead), asyncio.Queue[dict[str, Any]]()
-        pairs = [(self.peer(rollout), self.peer(reward)) for rollout, reward in hosts]
+        pairs = [[self.peer(name).bare.options(num_returns=2) for name in pair] for pair in hosts]
         self._loops = [asyncio.create_task(self._bare(*pair)) for pair in pairs for _ in range(SLOTS)]
 
     async def _bare(self, rollout: Any, reward: Any) -> None:
         for row in range(1 << 30):
             await self._room.acquire()
-            answer, columns = rollout.bare.options(num_returns=2).remote(row)
+            answer, columns = rollout.remote(row)
             await answer
-            answer, rewards = reward.bare.options(num_returns=2).remote(row, columns)
+            answer, rewards = reward.remote(row, columns)
             await answer
             self._made.put_nowait({"rollout": columns, "reward": rewards})
 
