@@ -24,10 +24,14 @@ import ray
 from buffer.records import InfraFailure, Lease, MakerInfo, Prompt, SampledRow
 from topology.config import RunConfig
 from topology.names import log_file, namespace_of
+from topology.placement import release
 
 if TYPE_CHECKING:
     from topology.handles import RayExporter
     from trainers.learner import Rendezvous
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Identity:
     threads: int
     config: RunConfig
     model_path: str
+    gpus: float = 0.0
 
     @property
     def namespace(self) -> str:
@@ -54,16 +59,24 @@ class Shell:
         self.identity = identity
         self.config = identity.config
         _redirect_output(log_file(identity.folder, identity.name))
-        # Before torch is imported: it reads these once. Dynamo would compile C++ in the middle of a run on a CPU.
+        # Before torch is imported: it reads these once.
         os.environ["OMP_NUM_THREADS"] = str(identity.threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if not identity.gpus:
+            _show_devices("")  # Ray leaves all of them to whoever asked for none
         # Last, as in the reward processes: a file of the user must not hide a module of the same name.
         sys.path += [path for path in identity.python_path if path not in sys.path]
 
     async def ping(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+        return {
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "devices": os.environ.get(VISIBLE, ""),
+        }
+
+    async def use_devices(self, devices: str) -> None:
+        """Share the GPUs with these ids, which somebody else asked Ray for. Before any library is loaded."""
+        _show_devices(devices)
 
     async def hold(self) -> None:
         """Called by the supervisor. Without it nobody would end this process, in a cluster that is not the run's own."""
@@ -71,10 +84,20 @@ class Shell:
             await self.peer("supervisor").hold.remote()
         except ray.exceptions.RayActorError:
             logging.getLogger(self.identity.name).error("the supervisor is gone: ending")
+            release(self.identity.namespace)
             os._exit(1)
 
     def peer(self, name: str) -> Any:
         return ray.get_actor(name, namespace=self.identity.namespace)
+
+
+def _show_devices(devices: str) -> None:
+    """Without one, nothing is compiled: Dynamo would do so with a C++ compiler in the middle of a run."""
+    os.environ[VISIBLE] = devices
+    if devices:
+        os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    else:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def _redirect_output(file: Path) -> None:

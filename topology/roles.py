@@ -22,5 +22,10 @@ def ranks_of(trainer: TrainerConfig) -> int:
     return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
 
 
+def tensor_parallel_of(trainer: TrainerConfig) -> int:
+    """Ranks next to each other that exchange activations in every layer."""
+    return trainer.backend.tensor_parallel if isinstance(trainer.backend, MegatronBackend) else 1
+
+
 def stages_of(config: RunConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stage_of(maker, group) for group, maker in config.makers.items()))
