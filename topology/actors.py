@@ -174,6 +174,12 @@ class BufferActor(Shell):
     async def maker_died(self, name: str, cause: str) -> None:
         self._buffer.maker_died(name, cause)
 
+    async def unroute(self, makers: Sequence[str]) -> None:
+        await self._buffer.unroute(makers)
+
+    async def route(self, makers: Sequence[str]) -> None:
+        self._buffer.route(makers)
+
     async def published(self, version: int) -> None:
         self._buffer.published(version)
 
@@ -238,6 +244,12 @@ class MakerActor(Shell):
         except ValueError as error:  # the maker is to blame, not the row
             raise InfraFailure(f"{self.identity.name}: {error}") from None
         return produced, columns
+
+    async def sleep(self, level: int) -> None:
+        await self._maker.sleep(level)
+
+    async def wake(self) -> None:
+        await self._maker.wake()
 
     async def status(self) -> dict[str, Any]:
         return self._maker.status()

@@ -92,6 +92,20 @@ def makers_in_turns(config: RunConfig, role: str) -> tuple[str, ...]:
     return tuple(actor for group in groups for unit in units(config, group) for actor in unit.actors)
 
 
+def shared_devices(groups: Sequence[BundleGroup], maker: str, devices: Mapping[str, str]) -> str:
+    """Which of its bundle's devices a maker uses: the makers of a group share them out in order. Comma-separated ids.
+
+    `devices`: the ids by actor, of those that asked the cluster for them.
+    """
+    bundle = next(bundle for group in groups for bundle in group.bundles if maker in bundle.actors)
+    ids = [one for actor in bundle.actors if not actor.startswith("maker/") for one in devices[actor].split(",") if one]
+    group = maker.rpartition("/")[0]
+    mates = [actor for actor in bundle.actors if actor.rpartition("/")[0] == group]
+    each = len(ids) // len(mates)
+    first = mates.index(maker) * each
+    return ",".join(ids[first : first + each])
+
+
 def _together(config: RunConfig, names: Sequence[str]) -> BundleGroup:
     """Each bundle holds the same devices of every group: as many as the largest unit of one of them."""
     kind = device(config, names)

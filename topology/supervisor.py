@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from buffer.config import Resources
 from topology.actors import BufferActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
+from topology.bundles import makers_in_turns, shared_devices
 from topology.capacity import PlannedActor
 from topology.handles import ActorLost, call
 from topology.members import Member, snapshot, threads_of
@@ -57,6 +59,7 @@ class Supervisor(Shell):
         self.resume = resume  # {"folder", "step", "version", "prompt_cursor"} of a checkpoint
         self.folder = RunFolder(Path(identity.folder))
         self.placement = Placement(plan.groups, identity.namespace)
+        self.in_turns = makers_in_turns(self.config, POLICY)  # they use what the ranks of their bundle ask for
         self.members: dict[str, Member] = {}
         self.state, self.cause = "starting", None
         self.problems: asyncio.Queue[RunFailed] = asyncio.Queue()
@@ -131,8 +134,9 @@ class Supervisor(Shell):
             self._spawn_task(self._locate(member), f"locate {member.name}")
         cursor, step = (0, 0) if self.resume is None else (self.resume["prompt_cursor"], self.resume["step"])
         buffer = asyncio.ensure_future(self._ready(self.members["buffer"], "start", cursor, step))
-        makers = (self._start_maker(member, buffer) for member in self._kind("maker"))
-        await asyncio.gather(buffer, self._start_trainer(step, buffer), *makers)
+        trainer = asyncio.ensure_future(self._start_trainer(step, buffer))
+        makers = (self._start_maker(member, buffer, trainer) for member in self._kind("maker"))
+        await asyncio.gather(buffer, trainer, *makers)
 
     async def _start_trainer(self, step: int, buffer: Awaitable[None]) -> None:
         """The ranks, then the trainer that calls them; its first act is to publish the start weights."""
@@ -148,8 +152,14 @@ class Supervisor(Shell):
         await self._ready(trainer, "start", names, step)
         await buffer
         await self._ask(trainer, "publish_start")
+        if self.in_turns:
+            await asyncio.gather(*(self._ask(rank, "invoke", "offload") for rank in ranks))
 
-    async def _start_maker(self, member: Member, buffer: Awaitable[None]) -> None:
+    async def _start_maker(self, member: Member, buffer: Awaitable[None], trainer: Awaitable[None]) -> None:
+        if member.name in self.in_turns:
+            await trainer  # the ranks had the devices first, to publish what the run starts from
+            devices = {name: rank.place["devices"] for name, rank in self.members.items() if "devices" in rank.place}
+            await self._ask(member, "use_devices", shared_devices(self.plan.groups, member.name, devices))
         info = await self._ready(member, "start")
         await buffer
         await self._ask(self.members["buffer"], "attach", info)
@@ -229,7 +239,7 @@ class Supervisor(Shell):
     # --- actors -------------------------------------------------------------------------------------------------------
 
     def _create(self, planned: PlannedActor) -> Any:
-        resources = planned.resources
+        resources = Resources(cpus=0) if planned.name in self.in_turns else planned.resources
         options: dict[str, Any] = {
             "name": planned.name,
             "namespace": self.identity.namespace,

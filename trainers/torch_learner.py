@@ -71,6 +71,12 @@ class TorchLearner:
     def export_huggingface(self, folder: Path) -> None:
         save_huggingface(folder, self.weights(), self._model_path, write=True)
 
+    def offload(self) -> None:
+        self.policy.move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self.policy.move(self.policy.device)
+
     def close(self) -> None:
         """There is no group to leave."""
 
@@ -133,6 +139,16 @@ class TorchPolicy:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
+
+    def move(self, device: torch.device) -> None:
+        """Not yet run on a GPU."""
+        for model in (self.model, self._start_model):
+            if model is not None:
+                model.to(device)
+        for state in self._optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _load(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM

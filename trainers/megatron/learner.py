@@ -22,7 +22,7 @@ from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import Rendezvous, StepResult
-from trainers.megatron import checkpoint, cpu, optimizer
+from trainers.megatron import checkpoint, cpu, offload, optimizer
 from trainers.megatron.attention import PackedLayout, attention_dtype, rotary_tables
 from trainers.megatron.model import (
     build_bridge,
@@ -99,6 +99,12 @@ class MegatronLearner:
     def export_huggingface(self, folder: Path) -> None:
         save_huggingface(folder, self.weights(), self._model_path, write=self._rendezvous.rank == 0)
 
+    def offload(self) -> None:
+        offload.offload(self.policy.model, self.policy.optimizer, self.policy.start_weights)
+
+    def onload(self) -> None:
+        offload.onload(self.policy.model, self.policy.optimizer, self.policy.start_weights)
+
     def close(self) -> None:
         leave()
 
@@ -124,7 +130,7 @@ class MegatronPolicy:
         )
         self.module.config.finalize_model_grads_func = _sum_gradients
         self._forward_backward = get_forward_backward_func()
-        self._start_weights = (
+        self.start_weights = (
             {name: p.detach().clone() for name, p in self.module.named_parameters()} if keep_start_weights else {}
         )
 
@@ -135,7 +141,7 @@ class MegatronPolicy:
             results.append(output[0])
             return output[0]
 
-        with torch.no_grad(), substituted(self.module, self._start_weights if of_start_weights else {}):
+        with torch.no_grad(), substituted(self.module, self.start_weights if of_start_weights else {}):
             self._run(batches, lambda _: collect, forward_only=True)
         return results
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from topology.config import ConfigError, RunConfig, load_config
-from topology.models import ModelInfo
 from topology.bundles import Node
 from topology.capacity import Capacity
+from topology.config import ConfigError, RunConfig, load_config
+from topology.models import ModelInfo
 from topology.plan import make_plan
 
 SMOL = ModelInfo(
