@@ -48,7 +48,13 @@ class Job:
             return {"type": "torch"}
         words = self.layout.split()
         sizes = {SIZES[word[:2]]: int(word[2:]) for word in words if word != "sp"}
-        return {"type": "megatron", "dtype": "float32", "sequence_parallel": "sp" in words, **sizes, **dict(self.backend)}
+        return {
+            "type": "megatron",
+            "dtype": "float32",
+            "sequence_parallel": "sp" in words,
+            **sizes,
+            **dict(self.backend),
+        }
 
     @property
     def config(self) -> TrainerConfig:

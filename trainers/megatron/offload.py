@@ -9,31 +9,29 @@ import torch
 from torch import Tensor
 
 
-def offload(model: Any, optimizer: Any, frozen: dict[str, Tensor]) -> None:
-    """`model` is Megatron's DDP, `frozen` further weights by name. Gradients are given up, all else goes to CPU memory."""
+def offload(model: Any, optimizer: Any) -> None:
+    """`model` is Megatron's DDP. Gradients are given up; parameters and optimizer state go to CPU memory."""
     if not torch.cuda.is_available():
         return
     torch.cuda.synchronize()
     optimizer.offload_to_cpu()
     for buffer in _buffers(model):
         buffer.offload_to_cpu()
-    _move(model, frozen, "cpu")
+    _move(model, "cpu")
     torch.cuda.empty_cache()
 
 
-def onload(model: Any, optimizer: Any, frozen: dict[str, Tensor]) -> None:
+def onload(model: Any, optimizer: Any) -> None:
     if not torch.cuda.is_available():
         return
     for buffer in _buffers(model):
         buffer.reload_from_cpu()
-    _move(model, frozen, "cuda")
+    _move(model, "cuda")
     optimizer.restore_from_cpu()
     torch.cuda.synchronize()
 
 
-def _move(model: Any, frozen: dict[str, Tensor], device: str) -> None:
-    for name, tensor in frozen.items():
-        frozen[name] = tensor.to(device)
+def _move(model: Any, device: str) -> None:
     for parameter in _loose_parameters(model):
         parameter.data = parameter.data.to(device)
 
