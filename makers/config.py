@@ -70,6 +70,10 @@ PromptsConfig = Annotated[
 ]
 
 
+class ModelConfig(Strict):
+    path: str = Field(description="A Hugging Face checkpoint folder, or the name of a model prepared offline.")
+
+
 class Sampling(Strict):
     n: int = Field(8, ge=1, description="Samples of one prompt: the size of a group.")
     temperature: float = Field(1.0, ge=0)
@@ -141,6 +145,25 @@ class RewardMaker(Strict):
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
 
 
+class ReferenceMaker(Strict):
+    """Log-probs of the sampled tokens under a frozen policy, tempered as the samples were: column `reference_logprobs`."""
+
+    kind: Literal["reference"]
+    replicas: int = Field(1, ge=1)
+    resources: Resources = Resources()
+    model: ModelConfig | None = Field(None, description="null: the run's own model, with the weights it starts from.")
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="Response tokens, padded, of one forward pass; a longer sample goes alone."
+    )
+    slots: int = Field(4, ge=1, description="Rows held at once by one maker, which computes them one after another.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: resources.cpus.")
+
+    @property
+    def cpu_threads(self) -> int:
+        return self.threads or max(1, int(self.resources.cpus))
+
+
 class CustomMaker(Strict):
     """A maker kind of your own: a class with `stage`, `needs` and `async make(lease, inputs)`."""
 
@@ -158,6 +181,7 @@ def _maker_tag(value: Any) -> str:
 MakerConfig = Annotated[
     Annotated[RolloutMaker, Tag("rollout")]
     | Annotated[RewardMaker, Tag("reward")]
+    | Annotated[ReferenceMaker, Tag("reference")]
     | Annotated[CustomMaker, Tag("custom")],
     Discriminator(_maker_tag),
 ]

@@ -6,9 +6,9 @@ Every check yields one line for each problem, with the key, the numbers and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from makers.config import RewardMaker, RolloutMaker
+from makers.config import ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
 from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.roles import POLICY, stages_of
@@ -65,6 +65,14 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             f"makers.{different[0]}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
             "groups, whichever is free: give both the same functions, or put all of them into one group"
         )
+    references = {group: maker for group, maker in config.makers.items() if isinstance(maker, ReferenceMaker)}
+    first, *others = references or [""]
+    different = [group for group in others if _frozen(references[group]) != _frozen(references[first])]
+    if different:
+        yield (
+            f"makers.{different[0]}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
+            "groups, whichever is free: give both the same"
+        )
     for group, maker in rollouts.items():
         engine, sampling = maker.engine, maker.sampling
         if sampling.max_tokens >= engine.max_model_len:
@@ -82,6 +90,10 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 f"makers.{group}.sampling.n: one group of {sampling.n} samples does not fit "
                 f"engine.max_num_seqs {engine.max_num_seqs}: raise it to at least {sampling.n}"
             )
+
+
+def _frozen(maker: ReferenceMaker) -> tuple[ModelConfig | None, str]:
+    return maker.model, maker.dtype
 
 
 def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -147,6 +159,17 @@ def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation and not (evaluation.at_start or evaluation.at_end or evaluation.every):
         yield "evaluation: at_start and at_end are false and every is null, so nothing would be evaluated: remove it"
+
+
+def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> Iterator[str]:
+    """A maker with a model of its own must be able to take every row that the rollout makers make."""
+    for group, own in own_models.items():
+        for rollout, maker in config.makers.items():
+            if isinstance(maker, RolloutMaker) and 0 < own.max_positions < maker.engine.max_model_len:
+                yield (
+                    f"makers.{group}.model.path: has {own.max_positions} positions, but rows of makers.{rollout} may have "
+                    f"{maker.engine.max_model_len} tokens (engine.max_model_len): lower that, or use a model with more"
+                )
 
 
 CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
