@@ -92,6 +92,33 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
+def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    for group, maker in config.makers.items():
+        if not isinstance(maker, RolloutMaker):
+            continue
+        engine, gpus = maker.engine, maker.resources.gpus
+        tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
+        for what, count in (("attention heads", model.heads), ("intermediate columns", model.intermediate)):
+            if count % tensor:
+                yield (
+                    f"{where}.tensor_parallel: the model's {count} {what} cannot be shared out over {tensor} processes: use a "
+                    f"divisor of {count}"
+                )
+        if model.kv_heads % tensor and tensor % model.kv_heads:
+            yield (
+                f"{where}.tensor_parallel: the model's {model.kv_heads} key/value heads can be neither shared out over nor "
+                f"repeated in {tensor} processes: use a divisor or a multiple of {model.kv_heads}"
+            )
+        if stages > model.layers:
+            yield f"{where}.pipeline_parallel: {stages} stages for {model.layers} layers: use at most {model.layers}"
+        if gpus and engine.workers != max(1, gpus):
+            yield (
+                f"makers.{group}.resources.gpus: {gpus:g}, but the engine has {tensor} x {stages} = {engine.workers} "
+                f"process(es) (tensor_parallel x pipeline_parallel), one for each GPU: set gpus: {engine.workers}, or make "
+                f"the product {max(1, gpus):g}"
+            )
+
+
 def _frozen(maker: ReferenceMaker) -> tuple[ModelConfig | None, str]:
     return maker.model, maker.dtype
 
@@ -176,6 +203,7 @@ CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_trainers,
     _check_columns,
     _check_groups,
+    _check_engines,
     _check_sampling,
     _check_reward_time,
     _check_optimizer,

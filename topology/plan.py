@@ -200,7 +200,9 @@ def _rank_memory(trainer: TrainerConfig, model: ModelInfo) -> float:
 def _maker_memory(maker: MakerConfig, model: ModelInfo) -> float:
     if isinstance(maker, RolloutMaker):
         weights = model.parameters * FLOAT_BYTES[maker.engine.dtype] / GIB
-        return RUNTIME_GIB["rollout"] + 2 * weights + maker.engine.kv_cache_gib
+        workers = maker.engine.workers
+        processes = 1 if workers == 1 else 1 + workers  # several are children of the maker, which holds no weights then
+        return processes * RUNTIME_GIB["rollout"] + 2 * weights + maker.engine.kv_cache_gib
     if isinstance(maker, ReferenceMaker):
         width = FLOAT_BYTES[maker.dtype]
         logits = maker.micro_batch_tokens * model.vocab * width / GIB
