@@ -102,6 +102,11 @@ class Stepper:
         full = len(self._past) == self._past_versions
         self._past[version] = self._policy.snapshot(self._past.pop(next(iter(self._past))) if full else None)
 
+    def move_snapshots(self, device: torch.device) -> None:
+        """The remembered weights, all of them, to the memory of a device."""
+        for snapshot in (self._start_weights or {}, *self._past.values()):
+            snapshot.update({name: tensor.to(device) for name, tensor in snapshot.items()})
+
 
 class _Step:
     """The state of one step while it runs."""

@@ -80,6 +80,16 @@ class TorchLearner:
     def export_huggingface(self, folder: Path) -> None:
         save_huggingface(folder, self.weights(), self._model_path, write=True)
 
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.policy.device)
+
+    def _move(self, device: torch.device) -> None:
+        self._stepper.move_snapshots(device)
+        self.policy.move(device)
+
     def close(self) -> None:
         """There is no group to leave."""
 
@@ -143,6 +153,15 @@ class TorchPolicy:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
+
+    def move(self, device: torch.device) -> None:
+        """The model without its gradients, and the optimizer's state. Not yet run on a GPU."""
+        self._optimizer.zero_grad()
+        self.model.to(device)
+        for state in self._optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _load(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM
