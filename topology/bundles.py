@@ -85,24 +85,43 @@ def devices_of(config: RunConfig, name: str, kind: str) -> float:
     return sum(getattr(unit.resources, kind) for unit in units(config, name))
 
 
-def makers_in_turns(config: RunConfig, role: str) -> tuple[str, ...]:
-    """The makers that share their devices with this trainer."""
-    sets = [names for names in config.placement.colocate if role in names]
-    groups = [name for names in sets for name in names if name in config.makers]
+def makers_in_turns(config: RunConfig) -> tuple[str, ...]:
+    """The makers that sleep while trainers which share their devices work."""
+    groups = [name for names in _turns(config) for name in names if name in config.makers]
     return tuple(actor for group in groups for unit in units(config, group) for actor in unit.actors)
 
 
-def shared_devices(groups: Sequence[BundleGroup], maker: str, devices: Mapping[str, str]) -> str:
-    """Which of its bundle's devices a maker uses: the makers of a group share them out in order. Comma-separated ids.
+def trainers_in_turns(config: RunConfig) -> tuple[str, ...]:
+    """The trainers whose ranks make room for makers between two steps."""
+    return tuple(name for names in _turns(config) for name in names if name in config.trainers)
 
-    `devices`: the ids by actor, of those that asked the cluster for them.
+
+def sharers(config: RunConfig) -> frozenset[str]:
+    """Actors on devices that others of their bundle ask the cluster for: the ranks of the set's first trainer."""
+    sharing: list[str] = []
+    for names in config.placement.colocate:
+        owner = _owner(config, names)
+        sharing += [actor for name in names if name != owner for unit in units(config, name) for actor in unit.actors]
+    return frozenset(sharing)
+
+
+def _turns(config: RunConfig) -> list[list[str]]:
+    return [names for names in config.placement.colocate if any(name in config.makers for name in names)]
+
+
+def _owner(config: RunConfig, names: Sequence[str]) -> str:
+    return next(name for name in names if name in config.trainers)
+
+
+def shared_devices(bundle: Bundle, actor: str, devices: Mapping[str, str]) -> str:
+    """The ids, comma-separated, of the devices that an actor is to use: those of a group share them out in order.
+
+    `devices`: the ids by actor, of the actors of the bundle that asked the cluster for them.
     """
-    bundle = next(bundle for group in groups for bundle in group.bundles if maker in bundle.actors)
-    ids = [one for actor in bundle.actors if not actor.startswith("maker/") for one in devices[actor].split(",") if one]
-    group = maker.rpartition("/")[0]
-    mates = [actor for actor in bundle.actors if actor.rpartition("/")[0] == group]
+    ids = [one for owner in bundle.actors if owner in devices for one in devices[owner].split(",") if one]
+    mates = [other for other in bundle.actors if other.rpartition("/")[0] == actor.rpartition("/")[0]]
     each = len(ids) // len(mates)
-    first = mates.index(maker) * each
+    first = mates.index(actor) * each
     return ",".join(ids[first : first + each])
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from buffer.config import Resources
 from buffer.table import worst_case_age
 from makers.config import MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker
-from topology.bundles import BundleGroup, bundle_groups, total
+from topology.bundles import Bundle, BundleGroup, bundle_groups, total
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
@@ -58,6 +58,9 @@ class Plan:
     @property
     def memory_gib(self) -> float:
         return sum(actor.memory_gib for actor in self.actors)
+
+    def bundle_of(self, actor: str) -> Bundle:
+        return next(bundle for group in self.groups for bundle in group.bundles if actor in bundle.actors)
 
     def named(self, kind: str) -> list[PlannedActor]:
         return [actor for actor in self.actors if actor.kind == kind]

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer.config import Resources
 from topology.actors import BufferActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
-from topology.bundles import makers_in_turns, shared_devices
+from topology.bundles import makers_in_turns, shared_devices, sharers
 from topology.capacity import PlannedActor
 from topology.handles import ActorLost, call
 from topology.members import Member, snapshot, threads_of
@@ -60,7 +60,8 @@ class Supervisor(Shell):
         self.resume = resume  # {"folder", "step", "version", "prompt_cursor"} of a checkpoint
         self.folder = RunFolder(Path(identity.folder))
         self.placement = Placement(plan.groups, identity.namespace)
-        self.in_turns = makers_in_turns(self.config, POLICY)  # they use what the ranks of their bundle ask for
+        self.sharers = sharers(self.config)
+        self.in_turns = makers_in_turns(self.config)
         self.members: dict[str, Member] = {}
         self.state, self.cause = "starting", None
         self.problems: asyncio.Queue[RunFailed] = asyncio.Queue()
@@ -142,6 +143,8 @@ class Supervisor(Shell):
     async def _start_trainer(self, step: int, buffer: Awaitable[None]) -> None:
         """The ranks, then the trainer that calls them; its first act is to publish the start weights."""
         ranks = self._kind("rank")
+        for rank in ranks:
+            await self._share_devices(rank)
         restore = None if self.resume is None else str(Path(self.resume["folder"]) / RANKS_FOLDER)
         address = await self._ask(ranks[0], "free_address")
         buckets, *_ = await asyncio.gather(
@@ -158,13 +161,21 @@ class Supervisor(Shell):
 
     async def _start_maker(self, member: Member, buffer: Awaitable[None], trainer: Awaitable[None]) -> None:
         if member.name in self.in_turns:
-            await trainer  # the ranks had the devices first, to publish what the run starts from
-            devices = {name: rank.place["devices"] for name, rank in self.members.items() if "devices" in rank.place}
-            await self._ask(member, "use_devices", shared_devices(self.plan.groups, member.name, devices))
+            await trainer  # the ranks have the devices first, to publish what the run starts from
+        await self._share_devices(member)
         info = await self._ready(member, "start")
         await buffer
         await self._ask(self.members["buffer"], "attach", info)
         self._event("attach", maker=info.name, stage=info.stage)
+
+    async def _share_devices(self, member: Member) -> None:
+        """An actor that uses what others of its bundle asked for is told which devices these got."""
+        if member.name not in self.sharers:
+            return
+        bundle = self.plan.bundle_of(member.name)
+        owners = [self.members[actor] for actor in bundle.actors if actor not in self.sharers]
+        devices = {owner.name: (await self._ask(owner, "ping"))["devices"] for owner in owners}
+        await self._ask(member, "use_devices", shared_devices(bundle, member.name, devices))
 
     async def _train(self) -> str | None:
         """Until the trainer has ended; the reason if it has done fewer steps than asked."""
@@ -240,7 +251,7 @@ class Supervisor(Shell):
     # --- actors -------------------------------------------------------------------------------------------------------
 
     def _create(self, planned: PlannedActor) -> Any:
-        resources = Resources(cpus=0) if planned.name in self.in_turns else planned.resources
+        resources = Resources(cpus=0) if planned.name in self.sharers else planned.resources
         options: dict[str, Any] = {
             "name": planned.name,
             "namespace": self.identity.namespace,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from topology.bundles import makers_in_turns
+from topology.bundles import makers_in_turns, trainers_in_turns
 from topology.handles import RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
 from topology.roles import POLICY, rollout_of
@@ -53,16 +53,18 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
         max_age=worst_case_staleness(config),
         evaluation=_evaluation(config),
         rows_writer=writer,
-        turns=_turns(shell, rows, group),
+        turns=_turns(shell, rows, {POLICY: group}),
         start_step=start_step,
     )
 
 
-def _turns(shell: Any, rows: RayRows, ranks: RankGroup) -> Turns | None:
-    config, names = shell.config, makers_in_turns(shell.config, POLICY)
-    level, limit = config.placement.sleep_level, config.limits.step
-    sleepers = [RaySleeper(name, shell.peer(name), level, limit) for name in names]
-    return Turns(sleepers, rows, ranks, limit) if names else None
+def _turns(shell: Any, rows: RayRows, groups: Mapping[str, RankGroup]) -> Turns | None:
+    """`groups`: the ranks by trainer."""
+    config, limit = shell.config, shell.config.limits.step
+    makers = [
+        RaySleeper(name, shell.peer(name), config.placement.sleep_level, limit) for name in makers_in_turns(config)
+    ]
+    return Turns(makers, rows, [groups[role] for role in trainers_in_turns(config)], limit) if makers else None
 
 
 class MakerStatuses:

@@ -1,4 +1,4 @@
-"""Devices that the ranks of a trainer and some makers share: who has them, and the order of a hand-over.
+"""Devices that the ranks of trainers and some makers share: who has them, and the order of a hand-over.
 
 To the ranks: the makers get no new rows and finish those they have (`unroute`), sleep, and only then do the ranks bring
 their state back (`onload`). To the makers: the ranks move their state to CPU memory (`offload`), the makers wake, and only
@@ -38,14 +38,14 @@ class Router(Protocol):
 
 
 class Turns:
-    """The makers have the devices at first. `timeout` in seconds is for each part of a hand-over."""
+    """The makers have the devices at first. `ranks`: of every trainer that shares them. `timeout` (seconds) is for each part."""
 
-    def __init__(self, makers: Sequence[Sleeper], rows: Router, ranks: RankGroup, timeout: float) -> None:
+    def __init__(self, makers: Sequence[Sleeper], rows: Router, ranks: Sequence[RankGroup], timeout: float) -> None:
         self.holder: Holder = "makers"
         self._makers = list(makers)
         self._names = [maker.name for maker in makers]
         self._rows = rows
-        self._ranks = ranks
+        self._ranks = list(ranks)
         self._timeout = timeout
 
     async def hand_to(self, holder: Holder) -> None:
@@ -55,12 +55,15 @@ class Turns:
         if holder == "ranks":
             await self._part("unroute the makers", self._rows.unroute(self._names))
             await self._part("put the makers to sleep", asyncio.gather(*(maker.sleep() for maker in self._makers)))
-            await self._ranks.call("onload", timeout=self._timeout)
+            await self._every_rank("onload")
         else:
-            await self._ranks.call("offload", timeout=self._timeout)
+            await self._every_rank("offload")
             await self._part("wake the makers", asyncio.gather(*(maker.wake() for maker in self._makers)))
             await self._part("route the makers", self._rows.route(self._names))
         self.holder = holder
+
+    async def _every_rank(self, method: str) -> None:
+        await asyncio.gather(*(group.call(method, timeout=self._timeout) for group in self._ranks))
 
     async def _part(self, what: str, waiting: Awaitable[Any]) -> None:
         try:

@@ -170,9 +170,9 @@ def test_key_value_heads_are_shared_out_or_repeated() -> None:
 
 
 def test_an_engine_has_as_many_gpus_as_processes_or_a_part_of_one() -> None:
-    roomy = cluster(node(gpus=8))
-    make_plan(demo("makers.rollout.engine.tensor_parallel=3", "makers.rollout.resources.gpus=3"), SMOL, roomy)
-    make_plan(demo("makers.rollout.resources.gpus=0.5"), SMOL, roomy)
+    gpus = cluster(node(gpus=8))
+    make_plan(demo("makers.rollout.engine.tensor_parallel=3", "makers.rollout.resources.gpus=3"), SMOL, gpus)
+    make_plan(demo("makers.rollout.resources.gpus=0.5"), SMOL, gpus)
 
 
 def test_a_reference_with_fewer_positions_than_a_row_may_have_is_refused() -> None:
