@@ -26,10 +26,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from trainers.megatron.attention import PackedLayout, SegmentAttention
+from trainers.megatron.moe import SequentialExpertsBridge
 from trainers.megatron.norm import Norm
 from trainers.megatron.vocab import VocabShard, log_probs
 
-FAMILIES: dict[str, type[Bridge]] = {"llama": LLaMABridge, "qwen2": Qwen2Bridge, "qwen3": Qwen3Bridge}
+FAMILIES: dict[str, type[Bridge]] = {
+    "llama": LLaMABridge,
+    "qwen2": Qwen2Bridge,
+    "qwen3": Qwen3Bridge,
+    "qwen3_moe": SequentialExpertsBridge,
+}
 _LOCAL_NORMS = {
     "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
     "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
@@ -94,6 +100,8 @@ def read_config(folder: Path) -> Any:
         (config.model_type != "qwen2" and getattr(config, "attention_bias", False), "attention_bias"),
         (getattr(config, "mlp_bias", False), "mlp_bias"),
         (config.hidden_act != "silu", f"activation {config.hidden_act}"),
+        (getattr(config, "decoder_sparse_step", 1) != 1, "layers without experts (decoder_sparse_step)"),
+        (bool(getattr(config, "mlp_only_layers", None)), "layers without experts (mlp_only_layers)"),
     ):
         if refused:
             raise ValueError(f"{folder}: the megatron backend does not support {reason} for {config.model_type}")
@@ -150,7 +158,9 @@ def build_model(bridge: Bridge) -> PolicyModel:
 
 def block_spec(config: Any) -> TransformerBlockSubmodules:
     """Megatron's plain-torch layers with our attention, and norms that work with sequence parallelism."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
