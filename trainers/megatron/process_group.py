@@ -15,11 +15,10 @@ from trainers.learner import Rendezvous
 
 def join(rendezvous: Rendezvous, backend: MegatronBackend, seed: int) -> None:
     """Meet the other ranks and build the parallel groups. Raises TimeoutError naming the address past the deadline."""
-    needed = backend.tensor_parallel * backend.pipeline_parallel * backend.data_parallel
-    if rendezvous.world_size != needed:
+    if rendezvous.world_size != backend.ranks:
         raise ValueError(
-            f"{rendezvous.world_size} ranks for tensor {backend.tensor_parallel} x pipeline "
-            f"{backend.pipeline_parallel} x data {backend.data_parallel} parallel: needs {needed}"
+            f"{rendezvous.world_size} ranks for tensor {backend.tensor_parallel} x pipeline {backend.pipeline_parallel} "
+            f"x context {backend.context_parallel} x data {backend.data_parallel} parallel: needs {backend.ranks}"
         )
     timeout = datetime.timedelta(seconds=rendezvous.timeout)
     dist.init_process_group(
@@ -30,7 +29,10 @@ def join(rendezvous: Rendezvous, backend: MegatronBackend, seed: int) -> None:
         timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=backend.tensor_parallel, pipeline_model_parallel_size=backend.pipeline_parallel
+        tensor_model_parallel_size=backend.tensor_parallel,
+        pipeline_model_parallel_size=backend.pipeline_parallel,
+        context_parallel_size=backend.context_parallel,
+        expert_model_parallel_size=backend.expert_parallel,
     )
     model_parallel_cuda_manual_seed(seed)
 
