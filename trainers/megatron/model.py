@@ -124,7 +124,8 @@ def check_layout(backend: MegatronBackend, hf_config: Any) -> None:
         layers=hf_config.num_hidden_layers,
         heads=hf_config.num_attention_heads,
         kv_heads=hf_config.num_key_value_heads,
-        intermediate=hf_config.intermediate_size,
+        intermediate=getattr(hf_config, "moe_intermediate_size", hf_config.intermediate_size),
+        experts=getattr(hf_config, "num_experts", 0),
     )
     if reasons:
         raise ValueError("; ".join(f"backend.{reason}" for reason in reasons))
