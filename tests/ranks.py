@@ -60,7 +60,7 @@ class Ranks:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         for _ in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,))  # no daemon: a checkpoint starts processes itself
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
