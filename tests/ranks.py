@@ -27,7 +27,7 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """`size` processes. Close them."""
+    """`size` processes, which may have children of their own. They end when they are closed, or when this process dies."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -60,7 +60,7 @@ class Ranks:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         for _ in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs,))
             process.start()
             theirs.close()
             self._processes.append(process)

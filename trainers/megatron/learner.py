@@ -174,9 +174,7 @@ class MegatronPolicy:
     def _run(self, batches: Sequence[PackedBatch], loss_of: Any, *, forward_only: bool) -> None:
         def forward_step(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
             number = next(numbers)
-            tokens, layout = place(
-                batches[number], self.module.config, self.bridge.hf_config.rope_theta, self.device
-            )
+            tokens, layout = place(batches[number], self.module.config, self.bridge.hf_config.rope_theta, self.device)
             output = model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=layout)
             return output, loss_of(number)
 
