@@ -28,7 +28,7 @@ from torch import Tensor
 from trainers.config import MegatronBackend
 from trainers.megatron.attention import PackedLayout, SegmentAttention
 from trainers.megatron.context import StripedAttention, put_together
-from trainers.megatron.moe import SequentialExpertsBridge
+from trainers.megatron.moe import SequentialExpertsBridge, set_experts_apart
 from trainers.megatron.norm import Norm
 from trainers.megatron.process_group import all_ranks_together
 from trainers.megatron.vocab import VocabShard, log_probs
@@ -172,6 +172,7 @@ def build_model(bridge: Bridge) -> PolicyModel:
     model.vocab_size = hf_config.vocab_size
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    set_experts_apart(model)
     return model.to(bridge.dtype)
 
 

@@ -65,3 +65,11 @@ def _grouped(model: Any) -> Any:
 
 def _grouped_name(name: str) -> str:
     return _EXPERT.sub(r".\2.weight\1", name)
+
+
+def set_experts_apart(model: torch.nn.Module) -> None:
+    """Give experts gradient buffers and an optimizer of their own even where every rank has all of them, as Megatron does
+    where ranks share them out: a checkpoint then has one form for every layout of the ranks."""
+    for name, parameter in model.named_parameters():
+        if _EXPERT.search(name):
+            parameter.allreduce = False
