@@ -265,6 +265,7 @@ class RankActor(Shell):
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
 
     def _start(self, rendezvous: Rendezvous, restore: str | None) -> int:
+        from topology.plan import past_versions
         from topology.roles import POLICY
         from trainers.rank import TrainerRank
 
@@ -274,6 +275,7 @@ class RankActor(Shell):
             rendezvous=rendezvous,
             bucket_bytes=self.config.weights.bucket_bytes,
             seed=self.config.seed,
+            past_versions=past_versions(self.config),
             failures_folder=str(Path(self.identity.folder) / "failures"),
         )
         self._rank.start()

@@ -118,7 +118,7 @@ def _build(config: RunConfig, model: ModelInfo) -> Plan:
         PlannedActor(f"trainer/{POLICY}", "trainer", service, RUNTIME_GIB["service"]),
     ]
     actors += [
-        PlannedActor(f"trainer/{POLICY}/rank/{index}", "rank", trainer.resources, _rank_memory(trainer, model))
+        PlannedActor(f"trainer/{POLICY}/rank/{index}", "rank", trainer.resources, _rank_memory(config, trainer, model))
         for index in range(ranks_of(trainer))
     ]
     for group, maker in config.makers.items():
@@ -140,6 +140,12 @@ def worst_case_staleness(config: RunConfig) -> int:
     return worst_case_age(
         buffer.order, buffer.window, buffer.max_staleness, trainer.groups_per_step, config.weights.every
     )
+
+
+def past_versions(config: RunConfig) -> int:
+    """How many past versions each rank of the policy keeps for comparing with the makers."""
+    kept = config.trainers[POLICY].mismatch.versions
+    return worst_case_staleness(config) if kept is None else kept
 
 
 def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -178,10 +184,10 @@ def _warnings(config: RunConfig) -> Iterator[str]:
         yield "checkpoint: nothing will be saved"
 
 
-def _rank_memory(trainer: TrainerConfig, model: ModelInfo) -> float:
-    """Parameters, gradients, float32 main parameters and two Adam moments, plus the largest chunk of logits."""
+def _rank_memory(config: RunConfig, trainer: TrainerConfig, model: ModelInfo) -> float:
+    """Parameters now and of past versions, gradients, float32 main parameters and two Adam moments; activations."""
     width = FLOAT_BYTES[trainer.backend.dtype]
-    states = model.parameters * (width + 4 + 12) / GIB
+    states = model.parameters * (width * (1 + past_versions(config)) + 4 + 12) / GIB
     activations = trainer.backend.micro_batch_tokens * model.layers * model.hidden * 34 * width / 2 / GIB
     return RUNTIME_GIB["rank"] + states + activations
 

@@ -26,6 +26,7 @@ from topology.plan import Plan, PlannedActor
 from topology.roles import POLICY
 from topology.runs import RunFolder, write_json
 from trainers.checkpoints import RANKS_FOLDER
+from trainers.memory import KEEP_FREED_MEMORY
 from trainers.recorder import append_event
 
 T = TypeVar("T")
@@ -233,6 +234,8 @@ class Supervisor(Shell):
         if planned.kind in ("buffer", "weights", "trainer"):  # they write to the run folder, which is on this node
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
+        if planned.kind == "rank":
+            options["runtime_env"] = {"env_vars": KEEP_FREED_MEMORY}
         identity = replace(self.identity, name=planned.name, threads=threads_of(self.config, planned))
         return ray.remote(CLASSES[planned.kind]).options(**options).remote(identity)
 

@@ -7,7 +7,7 @@ the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class TrainerRank:
-    """`failures_folder` receives the batch of a step in which an optimizer step was skipped, when given."""
+    """`past_versions` is how many versions' weights are remembered for measuring the mismatch with the makers.
+
+    `failures_folder` receives the batch of a step in which an optimizer step was skipped, when given.
+    """
 
     def __init__(
         self,
@@ -30,13 +33,19 @@ class TrainerRank:
         rendezvous: Rendezvous,
         bucket_bytes: int,
         seed: int,
+        past_versions: int = 1,
         failures_folder: str | None = None,
     ) -> None:
         self._config = config
         self._bucket_bytes = bucket_bytes
         self._num_buckets: int | None = None
         self.learner = build_learner(
-            config, Path(model_path), rendezvous, seed, Path(failures_folder) if failures_folder else None
+            config,
+            Path(model_path),
+            rendezvous,
+            seed=seed,
+            past_versions=past_versions,
+            failures_folder=Path(failures_folder) if failures_folder else None,
         )
 
     def start(self) -> None:
@@ -77,16 +86,15 @@ class TrainerRank:
         self.learner.close()
 
 
-def build_learner(
-    config: TrainerConfig, model_path: Path, rendezvous: Rendezvous, seed: int, failures_folder: Path | None
-) -> Learner:
-    """Raises ValueError when the model or the number of ranks does not fit the backend."""
+def build_learner(config: TrainerConfig, model_path: Path, rendezvous: Rendezvous, **settings: Any) -> Learner:
+    """`settings`: seed, past_versions, failures_folder. Raises ValueError when the model or the number of ranks does
+    not fit the backend."""
     if isinstance(config.backend, MegatronBackend):
         from trainers.megatron.learner import MegatronLearner
 
-        return MegatronLearner(config, model_path, rendezvous, seed=seed, failures_folder=failures_folder)
+        return MegatronLearner(config, model_path, rendezvous, **settings)
     from trainers.torch_learner import TorchLearner
 
     if rendezvous.world_size != 1:
         raise ValueError(f"the torch backend runs in one process, not in {rendezvous.world_size}: use megatron")
-    return TorchLearner(config, model_path, seed=seed, failures_folder=failures_folder)
+    return TorchLearner(config, model_path, **settings)

@@ -19,6 +19,7 @@ from trainers.config import Optimizer, TorchBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import StepResult
 from trainers.packing import PackedBatch
+from trainers.snapshots import Snapshot, substituted, take
 from trainers.step import LossFunction, Stepper
 
 STATE_FILE = "learner.pt"
@@ -28,22 +29,30 @@ class TorchLearner:
     """Implements `trainers.learner.Learner` in one process."""
 
     def __init__(
-        self, config: TrainerConfig, model_path: Path, *, seed: int, failures_folder: Path | None = None
+        self,
+        config: TrainerConfig,
+        model_path: Path,
+        *,
+        seed: int,
+        past_versions: int = 1,
+        failures_folder: Path | None = None,
     ) -> None:
         self._config = config
         self._model_path = model_path
         self._seed = seed
+        self._past_versions = past_versions
         self._failures_folder = failures_folder
         self._algorithm = build_algorithm(config.algorithm)
 
     def start(self) -> None:
         torch.manual_seed(self._seed)
-        self.policy = TorchPolicy(self._config, self._model_path, self._algorithm.needs_reference)
+        self.policy = TorchPolicy(self._config, self._model_path)
         self._stepper = Stepper(
             self.policy,
             self._algorithm,
             self._config.optimizer,
             steps=self._config.steps,
+            past_versions=self._past_versions,
             failures_folder=self._failures_folder,
         )
 
@@ -80,25 +89,26 @@ class TorchPolicy:
     share_prompt = False
     data_parallel_rank = 0
 
-    def __init__(self, config: TrainerConfig, folder: Path, keep_start_weights: bool) -> None:
+    def __init__(self, config: TrainerConfig, folder: Path) -> None:
         assert isinstance(config.backend, TorchBackend)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = getattr(torch, config.backend.dtype)
         self.model = self._load(folder)
-        self._start_model = self._load(folder) if keep_start_weights else None
         self._optimizer = build_adamw(self.model, config.optimizer)
 
-    def log_probs(self, batches: Sequence[PackedBatch], *, of_start_weights: bool = False) -> list[Tensor]:
-        model = self._start_model if of_start_weights else self.model
-        with torch.no_grad():
-            return [self._forward(model, batch)[0] for batch in batches]
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        return take(self.model, into)
+
+    def log_probs(self, batches: Sequence[PackedBatch], weights: Snapshot | None = None) -> list[Tensor]:
+        with torch.no_grad(), substituted(self.model, weights or {}):
+            return [self._forward(batch)[0] for batch in batches]
 
     def accumulate_gradients(
         self, batches: Sequence[PackedBatch], loss: LossFunction, *, entropy_gradient: bool
     ) -> None:
         self._optimizer.zero_grad()
         for number, batch in enumerate(batches):
-            log_probs, entropy = self._forward(self.model, batch)
+            log_probs, entropy = self._forward(batch)
             loss(number, log_probs, entropy if entropy_gradient else entropy.detach()).backward()
 
     def gradient_norm(self) -> float:
@@ -144,7 +154,7 @@ class TorchPolicy:
         logging.disable_progress_bar()
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, local_files_only=True).to(self.device)
 
-    def _forward(self, model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the targets, each segment by itself: its logits row i predicts token i + 1."""
         log_probs, entropies = [torch.zeros(0, device=self.device)], [torch.zeros(0, device=self.device)]
         start = 0
@@ -152,7 +162,7 @@ class TorchPolicy:
             stop = start + segment.tokens
             rows = (batch.logit_rows >= start) & (batch.logit_rows < stop)
             ids = torch.as_tensor(batch.token_ids[start:stop], device=self.device)
-            logits = model(input_ids=ids[None]).logits[0].float()
+            logits = self.model(input_ids=ids[None]).logits[0].float()
             temperatures = torch.as_tensor(batch.temperatures[rows], device=self.device)[:, None]
             every = (logits[torch.as_tensor(batch.logit_rows[rows] - start)] / temperatures).log_softmax(-1)
             targets = torch.as_tensor(batch.targets[rows], device=self.device)

@@ -14,6 +14,7 @@ import functools
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,7 @@ def install() -> None:
     _patch_random_state()
     _patch_experts()
     _patch_tensor_methods()
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 @functools.cache

@@ -30,10 +30,10 @@ from trainers.megatron.model import (
     export_weights,
     load_weights,
     read_config,
-    substituted,
 )
 from trainers.megatron.process_group import from_last_stage, join, leave, reduce_over_data_parallel_ranks
 from trainers.packing import PackedBatch
+from trainers.snapshots import Snapshot, substituted, take
 from trainers.step import LossFunction, Stepper
 
 
@@ -47,6 +47,7 @@ class MegatronLearner:
         rendezvous: Rendezvous,
         *,
         seed: int,
+        past_versions: int = 1,
         failures_folder: Path | None = None,
     ) -> None:
         assert isinstance(config.backend, MegatronBackend)
@@ -57,6 +58,7 @@ class MegatronLearner:
         self._algorithm = build_algorithm(config.algorithm)
         self._hf_config = read_config(model_path)
         check_layout(config.backend, self._hf_config)
+        self._past_versions = past_versions
         self._failures_folder = failures_folder
 
     def start(self) -> None:
@@ -66,9 +68,7 @@ class MegatronLearner:
         optimizer.install_checkpoint_fixes()
         join(self._rendezvous, backend, self._seed)
         try:
-            self.policy = MegatronPolicy(
-                self._config, self._model_path, self._hf_config, self._algorithm.needs_reference
-            )
+            self.policy = MegatronPolicy(self._config, self._model_path, self._hf_config)
         except BaseException:
             leave()
             raise
@@ -77,6 +77,7 @@ class MegatronLearner:
             self._algorithm,
             self._config.optimizer,
             steps=self._config.steps,
+            past_versions=self._past_versions,
             failures_folder=self._failures_folder if self._rendezvous.rank == 0 else None,
         )
 
@@ -102,7 +103,7 @@ class MegatronLearner:
 class MegatronPolicy:
     """Implements `trainers.step.Policy`: the model in DDP with its optimizer, and Megatron's schedule over micro-batches."""
 
-    def __init__(self, config: TrainerConfig, folder: Path, hf_config: Any, keep_start_weights: bool) -> None:
+    def __init__(self, config: TrainerConfig, folder: Path, hf_config: Any) -> None:
         backend = config.backend
         assert isinstance(backend, MegatronBackend)
         dtype = getattr(torch, backend.dtype)
@@ -122,18 +123,18 @@ class MegatronPolicy:
         )
         self.module.config.finalize_model_grads_func = _sum_gradients
         self._forward_backward = get_forward_backward_func()
-        self._start_weights = (
-            {name: p.detach().clone() for name, p in self.module.named_parameters()} if keep_start_weights else {}
-        )
 
-    def log_probs(self, batches: Sequence[PackedBatch], *, of_start_weights: bool = False) -> list[Tensor]:
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        return take(self.module, into)
+
+    def log_probs(self, batches: Sequence[PackedBatch], weights: Snapshot | None = None) -> list[Tensor]:
         results: list[Tensor] = []
 
         def collect(output: Tensor, non_loss_data: bool = False) -> Tensor:
             results.append(output[0])
             return output[0]
 
-        with torch.no_grad(), substituted(self.module, self._start_weights if of_start_weights else {}):
+        with torch.no_grad(), substituted(self.module, weights or {}):
             self._run(batches, lambda _: collect, forward_only=True)
         return from_last_stage(results, [batch.targets.size for batch in batches], self.device)
 

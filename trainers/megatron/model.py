@@ -8,7 +8,6 @@ applied by its layers; nothing here depends on it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -214,17 +213,3 @@ def export_weights(bridge: Bridge, model: Any) -> Iterator[tuple[str, Tensor]]:
         if name not in seen:
             seen.add(name)
             yield name, tensor.detach()
-
-
-@contextmanager
-def substituted(model: torch.nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """The model with other values for its parameters, by its own names, while the block runs."""
-    parameters = dict(model.named_parameters())
-    originals = {name: parameter.data for name, parameter in parameters.items()}
-    try:
-        for name, tensor in tensors.items():
-            parameters[name].data = tensor
-        yield
-    finally:
-        for name, data in originals.items():
-            parameters[name].data = data
