@@ -25,7 +25,7 @@ from trainers.packing import GroupBatch, pack
 from trainers.rank import TrainerRank
 from weights.packing import unpack
 
-FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
+FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe")
 TOLERANCE = 1e-5  # relative, in float32
 
 pytestmark = pytest.mark.timeout(120)

@@ -96,9 +96,10 @@ def materialise_state(optimizer: Any) -> None:
 
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Load a state that was read from a checkpoint."""
-    per_parameter = state.get("optimizer", state).get("state")
-    if per_parameter is not None:
-        per_parameter.setdefault("common_step", torch.zeros((), dtype=torch.float32))
+    for part in state.values() if len(_parts(optimizer)) > 1 else [state]:  # experts have an optimizer of their own
+        per_parameter = part.get("optimizer", part).get("state")
+        if per_parameter is not None:
+            per_parameter.setdefault("common_step", torch.zeros((), dtype=torch.float32))
     optimizer.load_state_dict(state)
     for inner in _parts(optimizer):
         for parameter in _parameters(inner):
