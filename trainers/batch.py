@@ -90,6 +90,15 @@ class StepPlan:
         return sum(minibatch.totals.tokens > 0 for minibatch in self.minibatches)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step before they are divided: `masks[row]` is bool [samples], False leaves a sample out."""
+
+    step: int
+    shapes: list[RowShape]
+    masks: list[np.ndarray]
+
+
 def packed_tokens(prompt: int, responses: Sequence[int], share_prompt: bool) -> int:
     """Tokens that are fed to the model. The last token of a response predicts nothing, so it is never fed."""
     fed = sum(max(length - 1, 0) for length in responses)

@@ -180,6 +180,12 @@ class TrainerConfig(RanksConfig):
     max_nonfinite_steps: int = Field(3, ge=1, description="Steps in a row that were not finite, and end the run.")
     max_empty_steps: int = Field(5, ge=1, description="Batches in a row without one valid token, that end the run.")
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Whose columns the trainer reads."""
+        penalised = isinstance(self.algorithm, Ppo) and self.algorithm.kl_coef > 0
+        return ("rollout", "reward", "reference") if penalised else ("rollout", "reward")
+
 
 class CriticConfig(RanksConfig):
     """The value model of a policy that is trained with `ppo`. It takes the policy's rows, step by step."""
