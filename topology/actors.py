@@ -188,14 +188,16 @@ class MakerActor(Shell):
     async def start(self) -> MakerInfo:
         from makers.factory import build_maker
         from topology.handles import RayWeightClient
-        from topology.roles import stage_of
+        from topology.models import resolve_model
+        from topology.roles import model_of, stage_of
 
         _, group, index = self.identity.name.split("/")
         config = self.config.makers[group]
+        own = model_of(config)
         self._maker = build_maker(
             config,
             name=self.identity.name,
-            model_path=self.identity.model_path,
+            model_path=self.identity.model_path if own is None else str(resolve_model(own.path)),
             weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout),
             seed=self.config.seed + int(index),
         )
@@ -209,9 +211,10 @@ class MakerActor(Shell):
     async def make(self, lease: Lease, *inputs: Any) -> tuple[Any, Any]:
         from buffer.columns import validate_answer
 
-        produced, columns = await self._maker.make(lease, dict(zip(self._needs, inputs, strict=True)))
+        given = dict(zip(self._needs, inputs, strict=True))
+        produced, columns = await self._maker.make(lease, given)
         try:
-            validate_answer(lease, produced, columns)
+            validate_answer(lease, produced, columns, given)
         except ValueError as error:  # the maker is to blame, not the row
             raise InfraFailure(f"{self.identity.name}: {error}") from None
         return produced, columns

@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from buffer.config import BufferConfig, Strict
-from makers.config import MakerConfig, PromptsConfig
+from makers.config import MakerConfig, ModelConfig, PromptsConfig
 from trainers.config import MetricsConfig, TrainerConfig
 from weights.config import WeightsConfig
 
@@ -26,10 +26,6 @@ RUN_NAME_IN_WORDS = "lower-case letters, digits, dot, dash and underscore (at mo
 
 class ConfigError(Exception):
     """The config or the arguments are wrong; the message says what, where and what to do (exit code 2)."""
-
-
-class ModelConfig(Strict):
-    path: str = Field(description="A Hugging Face checkpoint folder, or the name of a model prepared offline.")
 
 
 class EvaluationConfig(Strict):

@@ -12,15 +12,23 @@ from dataclasses import dataclass, field
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
-from makers.config import CustomMaker, RewardMaker, RolloutMaker
-from topology.checks import CHECKS
+from makers.config import MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker
+from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
 from topology.models import ModelInfo
 from topology.roles import POLICY, ranks_of, rollout_of, stage_of
 from trainers.config import TrainerConfig
 
 GIB = 1 << 30
-RUNTIME_GIB = {"rollout": 1.1, "reward": 0.4, "custom": 0.5, "rank": 0.7, "service": 0.25}  # measured resident memory
+RUNTIME_GIB = {
+    "rollout": 1.1,
+    "reward": 0.4,
+    "reference": 0.7,
+    "custom": 0.5,
+    "rank": 0.7,
+    "service": 0.25,
+}  # measured resident memory
+NO_MODELS: Mapping[str, ModelInfo] = {}
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -69,11 +77,14 @@ class Capacity:
     node_gpus: float = math.inf
 
 
-def make_plan(config: RunConfig, model: ModelInfo, capacity: Capacity) -> Plan:
-    """Raises ConfigError that lists every problem."""
+def make_plan(
+    config: RunConfig, model: ModelInfo, capacity: Capacity, own_models: Mapping[str, ModelInfo] = NO_MODELS
+) -> Plan:
+    """Raises ConfigError that lists every problem. `own_models`: by group, of makers with a model of their own."""
     problems = [problem for check in CHECKS for problem in check(config, model)]
+    problems += check_own_models(config, own_models)
     if not problems:
-        plan = _build(config, model)
+        plan = _build(config, model, own_models)
         problems = list(_check_capacity(config, plan, capacity))
         if not problems:
             return plan
@@ -108,7 +119,7 @@ def _check_capacity(config: RunConfig, plan: Plan, capacity: Capacity) -> Iterat
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def _build(config: RunConfig, model: ModelInfo) -> Plan:
+def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelInfo]) -> Plan:
     trainer = config.trainers[POLICY]
     service = Resources(cpus=0)
     actors = [
@@ -122,7 +133,7 @@ def _build(config: RunConfig, model: ModelInfo) -> Plan:
         for index in range(ranks_of(trainer))
     ]
     for group, maker in config.makers.items():
-        memory = _maker_memory(maker, model)
+        memory = _maker_memory(maker, own_models.get(group, model))
         actors += [
             PlannedActor(f"maker/{group}/{index}", "maker", maker.resources, memory) for index in range(maker.replicas)
         ]
@@ -192,8 +203,14 @@ def _rank_memory(config: RunConfig, trainer: TrainerConfig, model: ModelInfo) ->
     return RUNTIME_GIB["rank"] + states + activations
 
 
-def _maker_memory(maker: RolloutMaker | RewardMaker | CustomMaker, model: ModelInfo) -> float:
+def _maker_memory(maker: MakerConfig, model: ModelInfo) -> float:
     if isinstance(maker, RolloutMaker):
         weights = model.parameters * FLOAT_BYTES[maker.engine.dtype] / GIB
-        return RUNTIME_GIB["rollout"] + 2 * weights + maker.engine.kv_cache_gib
+        workers = maker.engine.workers
+        processes = 1 if workers == 1 else 1 + workers  # several are children of the maker, which holds no weights then
+        return processes * RUNTIME_GIB["rollout"] + 2 * weights + maker.engine.kv_cache_gib
+    if isinstance(maker, ReferenceMaker):
+        width = FLOAT_BYTES[maker.dtype]
+        logits = maker.micro_batch_tokens * model.vocab * width / GIB
+        return RUNTIME_GIB["reference"] + model.parameters * width / GIB + logits
     return RUNTIME_GIB["reward" if isinstance(maker, RewardMaker) else "custom"]
