@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,16 +22,17 @@ from trainers.config import CriticConfig, MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import Rendezvous, StepResult
 from trainers.megatron import checkpoint, cpu, optimizer
-from trainers.megatron.attention import PackedLayout, attention_dtype, rotary_tables
+from trainers.megatron.layout import place
 from trainers.megatron.model import (
     PolicyModel,
     build_bridge,
     build_model,
+    check_layout,
     export_weights,
     load_weights,
     read_config,
 )
-from trainers.megatron.process_group import join, leave
+from trainers.megatron.process_group import from_last_stage, join, leave, reduce_over_data_parallel_ranks
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
 from trainers.step import LossFunction, Stepper
@@ -55,11 +55,6 @@ class MegatronLearner:
         failures_folder: Path | None = None,
     ) -> None:
         assert isinstance(config.backend, MegatronBackend)
-        if config.backend.pipeline_parallel > 1:
-            raise ValueError(
-                f"backend.pipeline_parallel is {config.backend.pipeline_parallel}: the megatron backend trains with 1; "
-                "use tensor_parallel or data_parallel"
-            )
         self._config = config
         self._model_path = model_path
         self._rendezvous = rendezvous
@@ -68,6 +63,7 @@ class MegatronLearner:
         self._algorithm = build_algorithm(config.algorithm)
         self._hf_config = read_config(model_path)
         self._past_versions = past_versions
+        check_layout(config.backend, self._hf_config)
         self._failures_folder = failures_folder
 
     def start(self) -> None:
@@ -88,7 +84,7 @@ class MegatronLearner:
             steps=self._steps,
             past_versions=self._past_versions,
             proximal=self._proximal,
-            failures_folder=self._failures_folder,
+            failures_folder=self._failures_folder if self._rendezvous.rank == 0 else None,
         )
 
     def _load(self) -> MegatronPolicy:
@@ -125,7 +121,9 @@ class MegatronPolicy:
         )
         self.share_prompt = backend.share_prompt
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
-        self.bridge = build_bridge(hf_config, dtype, recompute=backend.recompute)
+        self.bridge = build_bridge(
+            hf_config, dtype, recompute=backend.recompute, sequence_parallel=backend.sequence_parallel
+        )
         self.module = self._build(folder)
         self.model = optimizer.wrap(self.module, distributed_optimizer=backend.distributed_optimizer)
         self.optimizer = optimizer.build_optimizer(
@@ -151,7 +149,7 @@ class MegatronPolicy:
 
         with torch.no_grad(), substituted(self.module, weights or {}):
             self._run(batches, lambda _: collect, forward_only=True)
-        return results
+        return from_last_stage(results, [batch.targets.size for batch in batches], self.device)
 
     def accumulate_gradients(
         self, batches: Sequence[PackedBatch], loss: LossFunction, *, entropy_gradient: bool
@@ -177,12 +175,11 @@ class MegatronPolicy:
     def reduce(
         self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        if parallel_state.get_data_parallel_world_size() > 1:
-            return _reduce_over_ranks(sums, maxima)
-        return {k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()}
+        return reduce_over_data_parallel_ranks(sums, maxima)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The accumulated float32 gradients by Hugging Face name, for tests and debugging."""
+        optimizer.gather_gradients(self.model)
         gradients = {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
         with substituted(self.module, gradients):
             for name, tensor in export_weights(self.bridge, self.model):
@@ -191,8 +188,7 @@ class MegatronPolicy:
     def _run(self, batches: Sequence[PackedBatch], loss_of: Any, *, forward_only: bool) -> None:
         def forward_step(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
             number = next(numbers)
-            layout = self._layout(batches[number])
-            tokens = torch.as_tensor(batches[number].token_ids, device=self.device)[None]
+            tokens, layout = place(batches[number], self.module.config, self.bridge.hf_config.rope_theta, self.device)
             output = model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=layout)
             return output, loss_of(number)
 
@@ -207,39 +203,7 @@ class MegatronPolicy:
             collect_non_loss_data=forward_only,
         )
 
-    def _layout(self, batch: PackedBatch) -> PackedLayout:
-        config = self.module.config
-        positions = torch.as_tensor(batch.positions, device=self.device)
-        dtype = attention_dtype(config.params_dtype, self.device)
-        cos, sin = rotary_tables(positions, config.kv_channels, self.bridge.hf_config.rope_theta, dtype)
-        return PackedLayout(
-            qkv_format="thd",
-            segments=batch.segments,
-            cos=cos,
-            sin=sin,
-            logit_rows=torch.as_tensor(batch.logit_rows, device=self.device),
-            targets=torch.as_tensor(batch.targets, device=self.device),
-            temperatures=torch.as_tensor(batch.temperatures, device=self.device),
-        )
-
 
 def _sum_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """The loss is already divided by the global totals: gradients are summed over ranks, never scaled."""
     finalize_model_grads(models, None, **kwargs)
-
-
-def _reduce_over_ranks(
-    sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
-) -> tuple[dict[str, float], dict[str, float]]:
-    group = parallel_state.get_data_parallel_group()
-    gathered: list[Any] = [None] * group.size()
-    mine = ({k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()})
-    dist.all_gather_object(gathered, mine, group=group)
-    total: dict[str, float] = {}
-    top: dict[str, float] = {}
-    for theirs, highs in gathered:
-        for name, value in theirs.items():
-            total[name] = total.get(name, 0.0) + value
-        for name, value in highs.items():
-            top[name] = max(top.get(name, value), value)
-    return total, top

@@ -24,9 +24,13 @@ from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
+from trainers.config import MegatronBackend
 from trainers.megatron.attention import PackedLayout, SegmentAttention
+from trainers.megatron.context import StripedAttention, put_together
 from trainers.megatron.norm import Norm
+from trainers.megatron.process_group import all_ranks_together
 from trainers.megatron.vocab import VocabShard, log_probs
+from trainers.parallel import unsupported
 
 FAMILIES: dict[str, type[Bridge]] = {"llama": LLaMABridge, "qwen2": Qwen2Bridge, "qwen3": Qwen3Bridge}
 _LOCAL_NORMS = {
@@ -47,7 +51,10 @@ class PolicyModel(GPTModel):
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         rows = hidden_states[:, 0].index_select(0, packed_seq_params.logit_rows)
-        return self._outputs(rows, packed_seq_params)
+        own = self._outputs(rows, packed_seq_params)
+        if self.config.context_parallel_size == 1:
+            return own
+        return put_together(own, packed_seq_params.own, packed_seq_params.every_target)
 
     def _outputs(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """Log-probs and entropies of the targets, from the hidden states [targets, hidden] that predict them."""
@@ -106,7 +113,20 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def build_bridge(hf_config: Any, dtype: torch.dtype, *, recompute: bool) -> Bridge:
+def check_layout(backend: MegatronBackend, hf_config: Any) -> None:
+    """Raises ValueError with every reason why the model cannot be split as the backend says."""
+    reasons = unsupported(
+        backend,
+        layers=hf_config.num_hidden_layers,
+        heads=hf_config.num_attention_heads,
+        kv_heads=hf_config.num_key_value_heads,
+        intermediate=hf_config.intermediate_size,
+    )
+    if reasons:
+        raise ValueError("; ".join(f"backend.{reason}" for reason in reasons))
+
+
+def build_bridge(hf_config: Any, dtype: torch.dtype, *, recompute: bool, sequence_parallel: bool = False) -> Bridge:
     """Knows how Megatron's names and layouts correspond to Hugging Face's. Needs the parallel state."""
     family = FAMILIES[hf_config.model_type]
     bridge = type(f"Local{family.__name__}", (_LocalBridge, family), {})(hf_config, dtype=dtype)
@@ -114,7 +134,7 @@ def build_bridge(hf_config: Any, dtype: torch.dtype, *, recompute: bool) -> Brid
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     bridge.set_extra_args(
         use_cpu_initialization=not torch.cuda.is_available(),
-        sequence_parallel=False,
+        sequence_parallel=sequence_parallel,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -156,7 +176,7 @@ def block_spec(config: Any) -> TransformerBlockSubmodules:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
-    attention.core_attention = SegmentAttention
+    attention.core_attention = SegmentAttention if config.context_parallel_size == 1 else StripedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
@@ -167,18 +187,18 @@ def load_weights(bridge: Bridge, model: PolicyModel, folder: Path, unused: Colle
     io = bridge._get_safetensor_io(str(folder))
     found = set(io.load_hf_weight_names())
     tied = {"lm_head.weight"} if bridge.hf_config.tie_word_embeddings else set()
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        names = bridge._weight_name_mapping_mcore_local_to_global(model).values()
-        wanted = {name for local in names for name in bridge._weight_name_mapping_mcore_to_hf(local)}
-        missing, extra = sorted(wanted - found), sorted(found - wanted - tied - set(unused))
-        if missing or extra:
-            raise ValueError(
-                f"{folder}: weights missing: {missing[:5] or 'none'}, not of this model: {extra[:5] or 'none'}"
-            )
+    names = bridge._weight_name_mapping_mcore_local_to_global(model).values()
+    wanted = all_ranks_together({name for local in names for name in bridge._weight_name_mapping_mcore_to_hf(local)})
+    missing, extra = sorted(wanted - found), sorted(found - wanted - tied - set(unused))
+    if missing or extra:
+        raise ValueError(
+            f"{folder}: weights missing: {missing[:5] or 'none'}, not of this model: {extra[:5] or 'none'}"
+        )
     with torch.no_grad():
         bridge.load_weights([model], str(folder))
 
 
+@torch.no_grad()  # collectives on parameters leave a hook on each, more of them with every export
 def export_weights(bridge: Bridge, model: Any) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor), each name once; tensors may be views of the parameters. Collective."""
     seen = set()

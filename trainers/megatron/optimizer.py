@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -63,6 +64,16 @@ def apply(optimizer: Any, norm: float, max_norm: float, lr: float) -> None:
         for group in inner.param_groups:
             group["lr"] = lr
     optimizer.step_with_ready_grads()
+
+
+def gather_gradients(model: DistributedDataParallel) -> None:
+    """Whole gradients on every rank: with a distributed optimizer a data-parallel rank has summed only its shard."""
+    for sync in model.bucket_groups + model.expert_parallel_bucket_groups:
+        if sync.ddp_config.use_distributed_optimizer:
+            group = sync.intra_distributed_optimizer_instance_group
+            for bucket in sync.buckets:
+                shards = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(shards, shards[group.rank()].clone(), group=group)
 
 
 def materialise_state(optimizer: Any) -> None:
