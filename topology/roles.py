@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from makers.config import CustomMaker, MakerConfig, ModelConfig, RolloutMaker
 from topology.config import RunConfig
-from trainers.config import MegatronBackend, TrainerConfig
+from trainers.config import MegatronBackend, RanksConfig
 
-POLICY = "policy"
+POLICY: Final = "policy"
+CRITIC: Final = "critic"
 
 
 def stage_of(maker: MakerConfig, group: str) -> str:
@@ -24,7 +27,12 @@ def rollout_of(config: RunConfig) -> RolloutMaker:
     return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
 
 
-def ranks_of(trainer: TrainerConfig) -> int:
+def role_of(actor: str) -> str:
+    """Of `trainer/ROLE` and `trainer/ROLE/rank/I`."""
+    return actor.split("/")[1]
+
+
+def ranks_of(trainer: RanksConfig) -> int:
     return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
 
 

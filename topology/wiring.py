@@ -1,4 +1,4 @@
-"""Giving a trainer its collaborators: drawing the edges of the picture for one trainer."""
+"""Giving the trainers their collaborators: drawing their edges of the picture."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from topology.handles import RayPublisher, RayRows, RayWorker
+from topology.handles import RayCritic, RayPublisher, RayRows, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import POLICY, rollout_of
+from topology.roles import CRITIC, POLICY, rollout_of
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
+from trainers.critic import Critic
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
 from trainers.ports import Deadlines, Evaluation, Schedule
@@ -47,9 +48,21 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
         schedule=Schedule(config.weights.every, config.checkpoint.every, config.checkpoint.at_end),
         deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=CALL),
         max_age=worst_case_staleness(config),
+        critic=None
+        if config.trainers.critic is None
+        else RayCritic(shell.peer(f"trainer/{CRITIC}"), config.limits.step),
         evaluation=_evaluation(config),
         rows_writer=writer,
         start_step=start_step,
+    )
+
+
+def build_critic(shell: Any, ranks: Sequence[str]) -> Critic:
+    """The critic of the run that `shell` (a CriticActor) belongs to."""
+    config = shell.config
+    return Critic(
+        config.trainers[CRITIC],
+        RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], config.limits.step),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, overload
 
 from pydantic import Discriminator, Field, Tag
@@ -195,7 +196,7 @@ class CriticConfig(RanksConfig):
 
 
 class TrainersConfig(Strict):
-    """The trainers of a run by role."""
+    """The trainers of a run: to be read by role, like a mapping."""
 
     policy: TrainerConfig
     critic: CriticConfig | None = Field(None, description="Needed by `ppo`, and by nothing else.")
@@ -207,8 +208,12 @@ class TrainersConfig(Strict):
     def __getitem__(self, role: str) -> TrainerConfig | CriticConfig: ...
 
     def __getitem__(self, role: str) -> TrainerConfig | CriticConfig:
-        return self.roles[role]
+        return dict(self.items())[role]
 
-    @property
-    def roles(self) -> dict[str, TrainerConfig | CriticConfig]:
-        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        yield from (role for role, _ in self.items())
+
+    def items(self) -> Iterator[tuple[str, TrainerConfig | CriticConfig]]:
+        yield "policy", self.policy
+        if self.critic is not None:
+            yield "critic", self.critic
