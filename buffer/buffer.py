@@ -243,7 +243,7 @@ class Buffer:
             "prompts": {
                 "cursor": self.cursor,
                 "finished": self._prompts_finished,
-                "oldest_unfinished": self._table.oldest_unfinished,
+                "oldest_unfinished": self.oldest_unfinished,
             },
             "fatal": self.fatal.cause,
         }
@@ -252,6 +252,11 @@ class Buffer:
     def cursor(self) -> int:
         """Prompts taken from the source."""
         return self._prompts.cursor
+
+    @property
+    def oldest_unfinished(self) -> int:
+        """Where the prompts of a resumed run begin: at the oldest row that is neither trained nor dropped."""
+        return self._table.oldest_unfinished
 
     async def close(self) -> None:
         """Revokes every lease; whoever waits for rows is told."""

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from buffer.records import InfraFailure, Lease, MakerInfo, Prompt, SampledRow
+from buffer.records import InfraFailure, MakerInfo, Prompt, SampledRow
 from topology.config import RunConfig
 from topology.names import log_file, namespace_of
 from topology.placement import release
+from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
     from topology.handles import RayExporter
@@ -204,7 +205,7 @@ class BufferActor(Shell):
 
     async def cursor(self) -> int:
         """Where the prompts of a resumed run begin: at the oldest row that is neither trained nor dropped."""
-        return self._buffer.status()["prompts"]["oldest_unfinished"]
+        return self._buffer.oldest_unfinished
 
     async def fatal(self) -> str:
         """Returns when it is impossible for the run to go on: the cause."""
@@ -237,16 +238,17 @@ class MakerActor(Shell):
             raise ValueError(f"{config.kind} fills the stage `{self._maker.stage}`, so its group must have that name")
         return MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots)
 
-    async def make(self, lease: Lease, *inputs: Any) -> tuple[Any, Any]:
+    async def make(self, values: list[Any], *inputs: Any) -> tuple[list[Any], Any]:
+        """One lease and one answer, as `topology.wire` packs them."""
         from buffer.columns import validate_answer
 
-        given = dict(zip(self._needs, inputs, strict=True))
+        lease, given = unpack_lease(values), dict(zip(self._needs, inputs, strict=True))
         produced, columns = await self._maker.make(lease, given)
         try:
             validate_answer(lease, produced, columns, given)
         except ValueError as error:  # the maker is to blame, not the row
             raise InfraFailure(f"{self.identity.name}: {error}") from None
-        return produced, columns
+        return pack_produced(produced), columns
 
     async def sleep(self, level: int) -> None:
         await self._maker.sleep(level)

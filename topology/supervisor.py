@@ -30,6 +30,7 @@ from topology.plan import Plan
 from topology.roles import POLICY
 from topology.runs import RunFolder, write_json
 from trainers.checkpoints import RANKS_FOLDER
+from trainers.memory import KEEP_FREED_MEMORY
 from trainers.recorder import append_event
 
 T = TypeVar("T")
@@ -264,6 +265,8 @@ class Supervisor(Shell):
         if planned.kind in ("buffer", "weights", "trainer"):  # they write to the run folder, which is on this node
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
+        if planned.kind == "rank":
+            options["runtime_env"] = {"env_vars": KEEP_FREED_MEMORY}
         threads = threads_of(self.config, planned)
         identity = replace(self.identity, name=planned.name, threads=threads, gpus=options["num_gpus"])
         return ray.remote(CLASSES[planned.kind]).options(**options).remote(identity)

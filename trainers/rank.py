@@ -1,7 +1,8 @@
 """One process of a trainer: builds the learner that its config names and answers the calls of the rank group.
 
-Methods are plain, synchronous and collective. Importing this module imports neither torch nor Megatron; the starter of
-the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory and compiler runs on CPU.
+Methods are plain, synchronous and collective; those that the controller calls say how. Importing this module imports
+neither torch nor Megatron; the starter of the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory
+and compiler runs on CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
+from trainers.dispatch import first_result, function
 from trainers.learner import Learner, Rendezvous, StepResult
 
 if TYPE_CHECKING:
@@ -54,10 +56,12 @@ class TrainerRank:
         torch.set_num_threads(self._config.threads)
         self.learner.start()
 
+    @function(dispatch="all", execute="all", collect=first_result)
     def train_step(self, plan: StepPlan, *rollouts: Columns) -> StepResult:
         """`rollouts` are the columns of stage `rollout`, one argument for each row of the plan, in its order."""
         return self.learner.train_step(plan, rollouts)
 
+    @function(dispatch="all", execute="all", collect=first_result)
     def export(self, version: int) -> tuple[Manifest | np.ndarray, ...]:
         """The current policy as (manifest, bucket, ..., bucket), the buckets uint8. Raises NonFiniteWeights."""
         from weights.packing import pack
@@ -73,6 +77,7 @@ class TrainerRank:
         assert self._num_buckets is not None
         return self._num_buckets
 
+    @function(dispatch="all", execute="all")
     def save(self, folder: str) -> None:
         self.learner.save(Path(folder))
 

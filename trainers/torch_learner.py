@@ -61,8 +61,7 @@ class TorchLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """A tied output layer is no parameter of its own, so it is not named."""
-        for name, parameter in self.policy.model.named_parameters():
-            yield name, parameter.detach()
+        yield from self.policy.by_folder_name({n: p.detach() for n, p in self.policy.model.named_parameters()})
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,9 +137,13 @@ class TorchPolicy:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The accumulated gradients by Hugging Face name."""
-        for name, parameter in self.model.named_parameters():
-            assert parameter.grad is not None
-            yield name, parameter.grad.clone()
+        yield from self.by_folder_name({n: p.grad.clone() for n, p in self.model.named_parameters()})
+
+    def by_folder_name(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """From the parameters' names to those of the checkpoint folder: transformers stacks the experts of a layer."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        yield from revert_weight_conversion(self.model, tensors).items()
 
     def state(self) -> dict[str, Any]:
         return {

@@ -29,6 +29,7 @@ from trainers.learner import StepResult
 from trainers.metrics import MetricsBuilder, StepRecord
 from trainers.planner import Batch, StepPlanner, valid_tokens
 from trainers.ports import Deadlines, Evaluation, MakerStatuses, Publisher, RowSource, Schedule
+from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 from trainers.recorder import Recorder
 from trainers.rows_writer import RowsWriter
@@ -226,8 +227,8 @@ class Trainer:
     async def _train(self, plan: StepPlan, batch: Batch) -> StepResult:
         # References as arguments of their own: whoever runs the rank brings the columns to it, past the controller.
         references = [row.columns["rollout"] for row in batch.rows]
-        results: list[StepResult] = await self._ranks.call("train_step", plan, *references)
-        return results[0]
+        result: StepResult = await self._ranks.call(TrainerRank.train_step, plan, *references)
+        return result
 
     async def _skip(self, batch: Batch, kind: str, cause: str) -> None:
         step = self._progress.step + 1
@@ -330,7 +331,7 @@ class Trainer:
         self._recorder.event("checkpoint", step=step, folder=str(checkpoint.path))
 
     async def _save_ranks(self, folder: Path) -> None:
-        await self._ranks.call("save", str(folder / RANKS_FOLDER))
+        await self._ranks.call(TrainerRank.save, str(folder / RANKS_FOLDER))
         if not (folder / RANKS_FOLDER).is_dir():
             raise OSError(
                 f"the ranks wrote nothing to {folder} that is seen here: the run folder must be on a shared disk"
