@@ -51,6 +51,7 @@ def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             heads=model.heads,
             kv_heads=model.kv_heads,
             intermediate=model.intermediate,
+            experts=model.experts,
         ):
             yield f"trainers.{role}.backend.{reason}"
 

@@ -26,7 +26,12 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
-SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # `model_type` values that the trainer can load and export
+SUPPORTED_FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)  # `model_type` values that the trainer can load and export
 
 
 class ModelError(ValueError):
