@@ -123,6 +123,14 @@ class Buffer:
         """Revokes the maker's leases at once; told again, or of a maker that is not attached, it does nothing."""
         self._dispatcher.died(name, cause)
 
+    async def unroute(self, makers: Sequence[str]) -> None:
+        """No new rows for these makers until `route`; returns when they have finished those they have."""
+        await asyncio.gather(*(self._dispatcher.unroute(name) for name in makers))
+
+    def route(self, makers: Sequence[str]) -> None:
+        for name in makers:
+            self._dispatcher.route(name)
+
     # The trainer
 
     def published(self, version: int) -> None:

@@ -2,7 +2,8 @@
 
 Columns are flat numpy arrays by name, one dict for one stage of one row; offsets say where each sample begins. A maker checks
 what it made with `validate_answer` before it answers, so an error carries the row and sample it belongs to.
-`rollout` and `reward` have the schemas below; the columns of any other stage are flat numeric arrays of its own choice.
+`rollout`, `reward` and `reference` have the schemas below; the columns of any other stage are flat numeric arrays of its
+own choice.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ MAX_LOGPROB = 1e-4
 
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = 0, 1
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).smallest_subnormal)  # finite, above 0
+NO_INPUTS: Mapping[str, Columns] = {}
 
 
 class Column(NamedTuple):
@@ -41,14 +43,22 @@ ROLLOUT: Mapping[str, Column] = {
 }
 REWARD: Mapping[str, Column] = {"rewards": Column(np.float32, "sample")}
 REWARD_FUNCTION = Column(np.float32, "sample")  # of a column named `reward/NAME`, unweighted
+REFERENCE: Mapping[str, Column] = {
+    "reference_logprobs": Column(np.float32, "response token"),  # of a frozen policy, at the row's `temperatures`
+}
 
 
 def nbytes(columns: Mapping[str, np.ndarray]) -> int:
     return sum(array.nbytes for array in columns.values())
 
 
-def validate_columns(lease: Lease, columns: Mapping[str, np.ndarray], samples: int) -> None:
-    """Raises ValueError, with row, stage, column, sample and numbers, unless these are the lease's columns."""
+def validate_columns(
+    lease: Lease, columns: Mapping[str, np.ndarray], samples: int, inputs: Mapping[str, Columns] = NO_INPUTS
+) -> None:
+    """Raises ValueError, with row, stage, column, sample and numbers, unless these are the lease's columns.
+
+    `inputs` are the columns, by stage, that they were made from.
+    """
     try:
         _check_arrays(columns)
         if lease.stage == "rollout":
@@ -58,16 +68,21 @@ def validate_columns(lease: Lease, columns: Mapping[str, np.ndarray], samples: i
             functions = {name: REWARD_FUNCTION for name in columns if name.startswith("reward/")}
             _check_schema(columns, {**REWARD, **functions})
             _check_rewards(columns, samples)
+        elif lease.stage == "reference":
+            _check_schema(columns, REFERENCE)
+            _check_reference(columns, inputs)
     except ValueError as error:
         raise ValueError(f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage}: {error}") from None
 
 
-def validate_answer(lease: Lease, produced: Produced, columns: Mapping[str, np.ndarray]) -> None:
+def validate_answer(
+    lease: Lease, produced: Produced, columns: Mapping[str, np.ndarray], inputs: Mapping[str, Columns] = NO_INPUTS
+) -> None:
     """`validate_columns` for the samples the lease asks for; and what `produced` says of the columns must be true.
 
     The table, which never sees columns, goes by `produced`: its ages and bytes are only as good as this.
     """
-    validate_columns(lease, columns, lease.samples)
+    validate_columns(lease, columns, lease.samples, inputs)
     told: dict[str, int | None] = {"samples": produced.samples, "nbytes": produced.nbytes}
     found: dict[str, int | None] = {"samples": lease.samples, "nbytes": nbytes(columns)}
     if lease.stage == "rollout":
@@ -138,6 +153,14 @@ def _check_rewards(columns: Mapping[str, np.ndarray], samples: int) -> None:
         if len(rewards) != samples:
             raise ValueError(f"{name} has {len(rewards)} entries for {samples} samples")
         _require_between(rewards, name, "a reward is finite", -LARGEST, LARGEST)
+
+
+def _check_reference(columns: Mapping[str, np.ndarray], inputs: Mapping[str, Columns]) -> None:
+    if "rollout" not in inputs:
+        raise ValueError("is made from the columns of `rollout`, so the maker has to name that stage in its `needs`")
+    offsets = inputs["rollout"]["response_offsets"]
+    _check_lengths(columns, REFERENCE, {"response token": int(offsets[-1])})
+    _check_logprobs(columns["reference_logprobs"], "reference_logprobs", offsets)
 
 
 def _check_lengths(

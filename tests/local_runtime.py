@@ -49,9 +49,10 @@ class LocalMaker:
         self._maker = maker
 
     async def make(self, lease: Lease, inputs: Sequence[Any]) -> tuple[Produced, Columns]:
-        produced, columns = await self._maker.make(lease, dict(zip(self.info.needs, inputs, strict=True)))
+        given = dict(zip(self.info.needs, inputs, strict=True))
+        produced, columns = await self._maker.make(lease, given)
         try:
-            validate_answer(lease, produced, columns)
+            validate_answer(lease, produced, columns, given)
         except ValueError as error:
             raise InfraFailure(f"{self.info.name}: {error}") from None
         return produced, columns

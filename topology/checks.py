@@ -6,9 +6,9 @@ Every check yields one line for each problem, with the key, the numbers and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from makers.config import RewardMaker, RolloutMaker
+from makers.config import ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
 from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.roles import POLICY, stages_of
@@ -65,6 +65,14 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             f"makers.{different[0]}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
             "groups, whichever is free: give both the same functions, or put all of them into one group"
         )
+    references = {group: maker for group, maker in config.makers.items() if isinstance(maker, ReferenceMaker)}
+    first, *others = references or [""]
+    different = [group for group in others if _frozen(references[group]) != _frozen(references[first])]
+    if different:
+        yield (
+            f"makers.{different[0]}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
+            "groups, whichever is free: give both the same"
+        )
     for group, maker in rollouts.items():
         engine, sampling = maker.engine, maker.sampling
         if sampling.max_tokens >= engine.max_model_len:
@@ -82,6 +90,37 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 f"makers.{group}.sampling.n: one group of {sampling.n} samples does not fit "
                 f"engine.max_num_seqs {engine.max_num_seqs}: raise it to at least {sampling.n}"
             )
+
+
+def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    for group, maker in config.makers.items():
+        if not isinstance(maker, RolloutMaker):
+            continue
+        engine, gpus = maker.engine, maker.resources.gpus
+        tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
+        for what, count in (("attention heads", model.heads), ("intermediate columns", model.intermediate)):
+            if count % tensor:
+                yield (
+                    f"{where}.tensor_parallel: the model's {count} {what} cannot be shared out over {tensor} processes: use a "
+                    f"divisor of {count}"
+                )
+        if model.kv_heads % tensor and tensor % model.kv_heads:
+            yield (
+                f"{where}.tensor_parallel: the model's {model.kv_heads} key/value heads can be neither shared out over nor "
+                f"repeated in {tensor} processes: use a divisor or a multiple of {model.kv_heads}"
+            )
+        if stages > model.layers:
+            yield f"{where}.pipeline_parallel: {stages} stages for {model.layers} layers: use at most {model.layers}"
+        if gpus and engine.workers != max(1, gpus):
+            yield (
+                f"makers.{group}.resources.gpus: {gpus:g}, but the engine has {tensor} x {stages} = {engine.workers} "
+                f"process(es) (tensor_parallel x pipeline_parallel), one for each GPU: set gpus: {engine.workers}, or make "
+                f"the product {max(1, gpus):g}"
+            )
+
+
+def _frozen(maker: ReferenceMaker) -> tuple[ModelConfig | None, str]:
+    return maker.model, maker.dtype
 
 
 def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -149,10 +188,22 @@ def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         yield "evaluation: at_start and at_end are false and every is null, so nothing would be evaluated: remove it"
 
 
+def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> Iterator[str]:
+    """A maker with a model of its own must be able to take every row that the rollout makers make."""
+    for group, own in own_models.items():
+        for rollout, maker in config.makers.items():
+            if isinstance(maker, RolloutMaker) and 0 < own.max_positions < maker.engine.max_model_len:
+                yield (
+                    f"makers.{group}.model.path: has {own.max_positions} positions, but rows of makers.{rollout} may have "
+                    f"{maker.engine.max_model_len} tokens (engine.max_model_len): lower that, or use a model with more"
+                )
+
+
 CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_trainers,
     _check_columns,
     _check_groups,
+    _check_engines,
     _check_sampling,
     _check_reward_time,
     _check_optimizer,

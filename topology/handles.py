@@ -21,6 +21,7 @@ from topology.wire import pack_lease, unpack_produced
 from weights.manifest import Manifest
 
 T = TypeVar("T")
+FOREVER = float("inf")
 MARGIN = 10.0  # seconds a call may take beyond the deadline that the callee itself keeps
 
 
@@ -166,6 +167,12 @@ class RayRows:
     async def published(self, version: int) -> None:
         await self._call("published", version)
 
+    async def unroute(self, makers: Sequence[str]) -> None:
+        await call(self._buffer.unroute.remote(list(makers)), FOREVER, "buffer: unroute")  # each row has its deadline
+
+    async def route(self, makers: Sequence[str]) -> None:
+        await self._call("route", list(makers))
+
     async def status(self) -> dict[str, Any]:
         return await self._call("status")
 
@@ -182,6 +189,22 @@ class RayRows:
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await call(getattr(self._buffer, method).remote(*args), self._timeout, f"buffer: {method}")
+
+
+class RaySleeper:
+    """A maker that shares its devices: implements `trainers.turns.Sleeper`."""
+
+    def __init__(self, name: str, actor: ActorHandle, level: int, timeout: float) -> None:
+        self.name = name
+        self._actor = actor
+        self._level = level
+        self._timeout = timeout
+
+    async def sleep(self) -> None:
+        await call(self._actor.sleep.remote(self._level), self._timeout, f"{self.name}: sleep")
+
+    async def wake(self) -> None:
+        await call(self._actor.wake.remote(), self._timeout, f"{self.name}: wake")
 
 
 class RayPublisher:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from makers.config import CustomMaker, RewardMaker, RolloutMaker
+from makers.config import CustomMaker, MakerConfig, ModelConfig, RolloutMaker
 from topology.config import RunConfig
 from trainers.config import MegatronBackend, TrainerConfig
 
 POLICY = "policy"
 
 
-def stage_of(maker: RolloutMaker | RewardMaker | CustomMaker, group: str) -> str:
+def stage_of(maker: MakerConfig, group: str) -> str:
     """The stage that a maker group fills: its kind, or for a maker of one's own the group's name."""
     return group if isinstance(maker, CustomMaker) else maker.kind
+
+
+def model_of(maker: MakerConfig) -> ModelConfig | None:
+    """The maker's own model; None: the run's."""
+    model: ModelConfig | None = getattr(maker, "model", None)
+    return model
 
 
 def rollout_of(config: RunConfig) -> RolloutMaker:
@@ -20,6 +26,11 @@ def rollout_of(config: RunConfig) -> RolloutMaker:
 
 def ranks_of(trainer: TrainerConfig) -> int:
     return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
+
+
+def tensor_parallel_of(trainer: TrainerConfig) -> int:
+    """Ranks next to each other that exchange activations in every layer."""
+    return trainer.backend.tensor_parallel if isinstance(trainer.backend, MegatronBackend) else 1
 
 
 def stages_of(config: RunConfig) -> tuple[str, ...]:

@@ -87,6 +87,12 @@ class TrainerRank:
     def export_huggingface(self, folder: str) -> None:
         self.learner.export_huggingface(Path(folder))
 
+    def offload(self) -> None:
+        self.learner.offload()
+
+    def onload(self) -> None:
+        self.learner.onload()
+
     def close(self) -> None:
         self.learner.close()
 

@@ -21,7 +21,7 @@ from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import Rendezvous, StepResult
-from trainers.megatron import checkpoint, cpu, optimizer
+from trainers.megatron import checkpoint, cpu, offload, optimizer
 from trainers.megatron.layout import place
 from trainers.megatron.model import (
     build_bridge,
@@ -95,6 +95,14 @@ class MegatronLearner:
 
     def export_huggingface(self, folder: Path) -> None:
         save_huggingface(folder, self.weights(), self._model_path, write=self._rendezvous.rank == 0)
+
+    def offload(self) -> None:
+        offload.offload(self.policy.model, self.policy.optimizer)
+        self._stepper.move_snapshots(torch.device("cpu"))
+
+    def onload(self) -> None:
+        offload.onload(self.policy.model, self.policy.optimizer)
+        self._stepper.move_snapshots(self.policy.device)
 
     def close(self) -> None:
         leave()
