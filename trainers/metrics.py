@@ -179,6 +179,7 @@ def _rows(batch: Batch) -> dict[str, Scalar]:
 
 def _learning(result: StepResult) -> dict[str, Scalar]:
     figures: dict[str, Scalar] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+    figures["time/compute"] = sum(result.seconds.values())
     return figures | {key: result.metrics.get(key) for key in FROM_RESULT}
 
 
