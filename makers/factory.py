@@ -22,8 +22,9 @@ def build_maker(
     """The maker that `config` describes, not yet started.
 
     `model_path` is the checkpoint folder of the maker's model; `weights` is None where no trainer publishes any.
-    `sleeps`: it shares its device, and will be told to give the memory back (see makers.maker.Sleeper). A kind of your own (`package.module:Class`) is called with its options as keyword arguments. Raises InfraFailure when what it
-    returns is not a maker.
+    `sleeps`: it shares its device, and will be told to give the memory back (see makers.maker.Sleeper). A kind of your
+    own (`package.module:Class`) is called with its options as keyword arguments. Raises InfraFailure when what it returns
+    is not a maker.
     """
     if isinstance(config, settings.RolloutMaker):
         from makers.engines.engine import NO_VERSION

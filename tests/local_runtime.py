@@ -26,7 +26,7 @@ from tests.fakes_trainer import FakeRecorder
 from topology.config import RunConfig
 from topology.models import resolve_model
 from topology.plan import worst_case_staleness
-from topology.roles import POLICY, rollout_of, stages_of
+from topology.roles import POLICY, max_response_tokens, rollout_of, stages_of
 from trainers.checkpoints import Checkpointer
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
@@ -87,7 +87,7 @@ class LocalRows:
         return self._buffer.status()
 
     async def cursor(self) -> int:
-        return self._buffer.status()["prompts"]["oldest_unfinished"]
+        return self._buffer.oldest_unfinished
 
 
 class LocalPublisher:
@@ -101,7 +101,7 @@ class LocalPublisher:
         await self._store.publish(version, self)
 
     async def export(self, version: int) -> tuple[Manifest, list[Any]]:
-        manifest, *buckets = (await self._ranks.call("export", version))[0]
+        manifest, *buckets = await self._ranks.call(TrainerRank.export, version)
         return manifest, buckets
 
 
@@ -139,7 +139,7 @@ async def run_locally(config: RunConfig, folder: Path, rank: Any, makers_of: Mak
 
     trainer = Trainer(
         trainer_config,
-        planner=StepPlanner(trainer_config, rollout_of(config).sampling.max_tokens),
+        planner=StepPlanner(trainer_config, max_response_tokens(config)),
         ranks=ranks,
         rows=rows,
         weights=LocalPublisher(store, ranks),

@@ -54,9 +54,6 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     sizes = {maker.sampling.n for maker in rollouts.values()}
     if len(sizes) > 1:
         yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
-    budgets = {maker.sampling.max_tokens for maker in rollouts.values()}
-    if len(budgets) > 1:
-        yield f"makers.*.sampling.max_tokens: all rollout groups need the same budget, got {sorted(budgets)}"
     rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
     first, *others = rewards or [""]
     different = [group for group in others if rewards[group].functions != rewards[first].functions]

@@ -24,8 +24,18 @@ def rollout_of(config: RunConfig) -> RolloutMaker:
     return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
 
 
+def max_response_tokens(config: RunConfig) -> int:
+    """The largest completion budget: the constant of Dr.GRPO, one for all rows, whichever group made them."""
+    return max(maker.sampling.max_tokens for maker in config.makers.values() if isinstance(maker, RolloutMaker))
+
+
 def ranks_of(trainer: TrainerConfig) -> int:
     return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
+
+
+def tensor_parallel_of(trainer: TrainerConfig) -> int:
+    """Ranks next to each other that exchange activations in every layer."""
+    return trainer.backend.tensor_parallel if isinstance(trainer.backend, MegatronBackend) else 1
 
 
 def stages_of(config: RunConfig) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from topology.handles import RayPublisher, RayRows, RayWorker
+from topology.bundles import makers_in_turns, trainers_in_turns
+from topology.handles import RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import POLICY, rollout_of
+from topology.roles import POLICY, max_response_tokens
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
 from trainers.metrics import MetricsBuilder
@@ -19,6 +20,7 @@ from trainers.rank_group import RankGroup
 from trainers.recorder import open_recorder
 from trainers.rows_writer import RowsWriter, load_decoder
 from trainers.trainer import Trainer
+from trainers.turns import Turns
 
 CALL = 60.0  # seconds for a call that only asks or tells
 MAKER_STATUS = 2.0  # seconds after which a maker's last status has to do
@@ -32,11 +34,13 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
     writer = None
     if config.rows.every is not None:
         writer = RowsWriter(folder.rows, config.rows.every, load_decoder(Path(shell.identity.model_path)))
+    group = RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], config.limits.step)
+    rows = RayRows(shell.peer("buffer"), CALL)
     return Trainer(
         settings,
-        planner=StepPlanner(settings, rollout_of(config).sampling.max_tokens),
-        ranks=RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], config.limits.step),
-        rows=RayRows(shell.peer("buffer"), CALL),
+        planner=StepPlanner(settings, max_response_tokens(config)),
+        ranks=group,
+        rows=rows,
         weights=RayPublisher(shell.peer("weights"), config.weights.timeout),
         makers=MakerStatuses({name: shell.peer(name) for name in makers}),
         recorder=open_recorder(
@@ -49,8 +53,18 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
         max_age=worst_case_staleness(config),
         evaluation=_evaluation(config),
         rows_writer=writer,
+        turns=_turns(shell, rows, {POLICY: group}),
         start_step=start_step,
     )
+
+
+def _turns(shell: Any, rows: RayRows, groups: Mapping[str, RankGroup]) -> Turns | None:
+    """`groups`: the ranks by trainer."""
+    config, limit = shell.config, shell.config.limits.step
+    makers = [
+        RaySleeper(name, shell.peer(name), config.placement.sleep_level, limit) for name in makers_in_turns(config)
+    ]
+    return Turns(makers, rows, [groups[role] for role in trainers_in_turns(config)], limit) if makers else None
 
 
 class MakerStatuses:

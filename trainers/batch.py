@@ -70,7 +70,7 @@ class StepPlan:
     """One step of a trainer, as its ranks receive it beside the rollout columns of every row.
 
     `step` counts from 1. `version` is the published version that equals the weights before this step, or None when no
-    published version does; mismatch is measured on the tokens of that version. `advantages[row]` is float32, one per
+    published version does. `advantages[row]` is float32, one per
     sample [n] or one per response token [T].
     """
 

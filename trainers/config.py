@@ -100,10 +100,16 @@ class Optimizer(Strict):
 
 
 class Mismatch(Strict):
-    """Bounds on the k3 KL between trainer and maker log-probs of tokens made at the trainer's own version."""
+    """Bounds on the k3 KL between trainer and maker log-probs at equal version."""
 
     warn: float = Field(0.02, gt=0)
     stop: float = Field(1.0, gt=0)
+    versions: int | None = Field(
+        None,
+        ge=0,
+        description="Past versions whose weights each rank keeps to compare at, one copy of its parameters each; null: as many "
+        "as rows can be versions old. 0: only tokens of the trainer's own version are compared.",
+    )
 
 
 class WandbConfig(Strict):

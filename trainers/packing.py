@@ -14,7 +14,7 @@ Invariants, asserted by tests:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -121,6 +121,19 @@ def pack(groups: Sequence[GroupBatch], parts: MicroBatch, totals: Totals, *, sha
         logit_rows=np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64),
         totals=totals,
         **_targets(groups, parts),
+    )
+
+
+def padded(batch: PackedBatch, multiple: int) -> PackedBatch:
+    """The batch with its rows filled up to a multiple, by a segment without targets."""
+    missing = -batch.token_ids.size % multiple
+    if missing == 0:
+        return batch
+    return replace(
+        batch,
+        token_ids=np.concatenate([batch.token_ids, np.zeros(missing, np.int64)]),
+        positions=np.concatenate([batch.positions, np.arange(missing)]),
+        segments=(*batch.segments, Segment(missing, ())),
     )
 
 

@@ -1,4 +1,4 @@
-"""One step of training, for every backend: proximal policy, reference, loss, gradient, optimizer, figures.
+"""One step of training, for every backend: proximal policy, reference, probe, loss, gradient, optimizer, figures.
 
 Guarantees, all asserted by tests:
 
@@ -6,6 +6,7 @@ Guarantees, all asserted by tests:
 2. An optimizer step is taken only with a finite loss and a finite gradient, and only if the minibatch has a valid token.
    What was not taken is reported with its reason.
 3. All ranks decide alike: they decide on figures that were summed over the ranks.
+4. Every step measures how far trainer and makers are apart at equal version, unless no remembered version made its rows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from trainers.algorithms.metrics import MetricSums, finish, mismatch
 from trainers.batch import Columns, StepPlan
 from trainers.config import Optimizer
 from trainers.learner import StepResult
-from trainers.packing import PackedBatch, check_rollouts, pack_minibatch
+from trainers.packing import GroupBatch, PackedBatch, check_rollouts, pack, pack_minibatch
+from trainers.probe import PROBE_TOKENS, choose_samples, choose_version, measured_anyway
 from trainers.schedule import learning_rate
+from trainers.snapshots import Snapshot
 
 # (number of the micro-batch, log-probs [targets] with gradient, entropies [targets]) -> scalar loss
 LossFunction = Callable[[int, Tensor, Tensor], Tensor]
@@ -40,8 +43,11 @@ class Policy(Protocol):
     share_prompt: bool
     data_parallel_rank: int
 
-    def log_probs(self, batches: Sequence[PackedBatch], *, of_start_weights: bool = False) -> list[Tensor]:
-        """float32 [targets] for each micro-batch, without gradient."""
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        """This rank's copy of the weights as they are now, in the memory of `into` when given."""
+
+    def log_probs(self, batches: Sequence[PackedBatch], weights: Snapshot | None = None) -> list[Tensor]:
+        """float32 [targets] for each micro-batch, without gradient; of the present weights, or of a snapshot."""
 
     def accumulate_gradients(
         self, batches: Sequence[PackedBatch], loss: LossFunction, *, entropy_gradient: bool
@@ -61,7 +67,11 @@ class Policy(Protocol):
 
 
 class Stepper:
-    """Runs steps on a policy. `failures_folder` receives the batch of a step in which an optimizer step was skipped."""
+    """Runs steps on a policy, whose weights are the start weights when this is made.
+
+    `failures_folder` receives the batch of a step in which an optimizer step was skipped. `past_versions` is the number
+    of versions whose weights are remembered for the probe.
+    """
 
     def __init__(
         self,
@@ -70,22 +80,39 @@ class Stepper:
         optimizer: Optimizer,
         *,
         steps: int,
+        past_versions: int = 1,
         failures_folder: Path | None = None,
     ) -> None:
         self._policy = policy
         self._algorithm = algorithm
         self._optimizer = optimizer
         self._steps = steps
+        self._past_versions = past_versions
         self._failures_folder = failures_folder
+        self._start_weights = policy.snapshot() if algorithm.needs_reference else None
+        self._past: dict[int, Snapshot] = {}  # by version, oldest first
 
     def run(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
         return _Step(self, plan, rollouts).run()
+
+    def remember(self, version: int) -> None:
+        """Keep the present weights, which are those of `version`, and forget the oldest of too many."""
+        if version in self._past or self._past_versions == 0:
+            return
+        full = len(self._past) == self._past_versions
+        self._past[version] = self._policy.snapshot(self._past.pop(next(iter(self._past))) if full else None)
+
+    def move_snapshots(self, device: torch.device) -> None:
+        """The remembered weights, all of them, to the memory of a device."""
+        for snapshot in (self._start_weights or {}, *self._past.values()):
+            snapshot.update({name: tensor.to(device) for name, tensor in snapshot.items()})
 
 
 class _Step:
     """The state of one step while it runs."""
 
     def __init__(self, stepper: Stepper, plan: StepPlan, rollouts: Sequence[Columns]) -> None:
+        self.stepper = stepper
         self.policy = stepper._policy
         self.algorithm = stepper._algorithm
         self.optimizer = stepper._optimizer
@@ -107,21 +134,48 @@ class _Step:
                 )
                 for i in range(len(self.plan.minibatches))
             ]
-        proximal = self._fixed_log_probs("proximal", minibatches, wanted=len(minibatches) > 1, of_start_weights=False)
+        proximal = self._fixed_log_probs("proximal", minibatches, None, wanted=len(minibatches) > 1)
         reference = self._fixed_log_probs(
-            "reference", minibatches, wanted=self.algorithm.needs_reference, of_start_weights=True
+            "reference", minibatches, self.stepper._start_weights, wanted=self.algorithm.needs_reference
         )
+        with self._clock("probe"):
+            self._probe(groups)
         for index, batches in enumerate(minibatches):
             self._minibatch(index, batches, proximal[index], reference[index])
         return self._result(minibatches)
 
     def _fixed_log_probs(
-        self, phase: str, minibatches: list[list[PackedBatch]], *, wanted: bool, of_start_weights: bool
+        self, phase: str, minibatches: list[list[PackedBatch]], weights: Snapshot | None, *, wanted: bool
     ) -> list[list[Tensor] | None]:
         if not wanted:
             return [None] * len(minibatches)
         with self._clock(phase):
-            return [self.policy.log_probs(batches, of_start_weights=of_start_weights) for batches in minibatches]
+            return [self.policy.log_probs(batches, weights) for batches in minibatches]
+
+    def _probe(self, groups: list[GroupBatch]) -> None:
+        """Compare with the makers at equal version, and remember the present weights if they are a version."""
+        past = self.stepper._past
+        version = None if measured_anyway(groups, self.plan) else choose_version(groups, past)
+        if version is not None:
+            ranks = len(self.plan.minibatches[0].ranks)
+            parts = choose_samples(groups, version, self.policy.data_parallel_rank, ranks, PROBE_TOKENS)
+            batches = [pack(groups, parts, self.plan.minibatches[0].totals, share_prompt=self.policy.share_prompt)]
+            figures = MetricSums()
+            for packed, log_probs in zip(batches, self.policy.log_probs(batches, past[version]), strict=True):
+                self._compare(figures, log_probs, packed, version)
+            self._add(figures)
+        if self.plan.version is not None:
+            self.stepper.remember(self.plan.version)
+
+    def _compare(self, figures: MetricSums, log_probs: Tensor, packed: PackedBatch, version: int) -> None:
+        at_version = torch.as_tensor(packed.versions == version, device=self.policy.device)
+        figures.add(*mismatch(log_probs, torch.as_tensor(packed.behaviour, device=self.policy.device), at_version))
+
+    def _add(self, figures: MetricSums) -> dict[str, float]:
+        """Add figures of this rank to those of the step. Returns their sums over the ranks."""
+        sums, maxima = self.policy.reduce(figures.sums, figures.maxima)
+        self.figures.add({k: torch.tensor(v) for k, v in sums.items()}, {k: torch.tensor(v) for k, v in maxima.items()})
+        return sums
 
     def _minibatch(
         self, index: int, batches: list[PackedBatch], proximal: list[Tensor] | None, reference: list[Tensor] | None
@@ -170,13 +224,11 @@ class _Step:
         figures.add({"tokens": torch.tensor(packed.targets.size)}, {})
         figures.add_terms(terms)
         if self.plan.version is not None:
-            at_version = torch.as_tensor(packed.versions == self.plan.version, device=self.policy.device)
-            figures.add(*mismatch(batch.proximal, batch.behaviour, at_version))
+            self._compare(figures, batch.proximal, packed, self.plan.version)
 
     def _optimizer_step(self, index: int, figures: MetricSums) -> None:
-        sums, maxima = self.policy.reduce(figures.sums, figures.maxima)
+        sums = self._add(figures)
         self.norm = self.policy.gradient_norm()
-        self.figures.add({k: torch.tensor(v) for k, v in sums.items()}, {k: torch.tensor(v) for k, v in maxima.items()})
         for name, value in (("loss", sums.get("loss", 0.0)), ("gradient norm", self.norm)):
             if not math.isfinite(value):
                 self.skipped.append(f"minibatch {index}: {name} is {value}")
@@ -187,7 +239,7 @@ class _Step:
     def _result(self, minibatches: list[list[PackedBatch]]) -> StepResult:
         packed = sum(batch.token_ids.size for batches in minibatches for batch in batches)
         reduced, _ = self.policy.reduce({"packed": torch.tensor(float(packed))}, {})
-        if self.skipped and self.failures_folder is not None and self.policy.data_parallel_rank == 0:
+        if self.skipped and self.failures_folder is not None:
             save_batch(self.failures_folder / f"step-{self.plan.step:06d}.npz", self.plan, self.rollouts)
         sums = {name: float(value) for name, value in self.figures.sums.items()}
         maxima = {name: float(value) for name, value in self.figures.maxima.items()}

@@ -19,6 +19,7 @@ from trainers.config import Optimizer, TorchBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import StepResult
 from trainers.packing import PackedBatch
+from trainers.snapshots import Snapshot, substituted, take
 from trainers.step import LossFunction, Stepper
 
 STATE_FILE = "learner.pt"
@@ -28,22 +29,30 @@ class TorchLearner:
     """Implements `trainers.learner.Learner` in one process."""
 
     def __init__(
-        self, config: TrainerConfig, model_path: Path, *, seed: int, failures_folder: Path | None = None
+        self,
+        config: TrainerConfig,
+        model_path: Path,
+        *,
+        seed: int,
+        past_versions: int = 1,
+        failures_folder: Path | None = None,
     ) -> None:
         self._config = config
         self._model_path = model_path
         self._seed = seed
+        self._past_versions = past_versions
         self._failures_folder = failures_folder
         self._algorithm = build_algorithm(config.algorithm)
 
     def start(self) -> None:
         torch.manual_seed(self._seed)
-        self.policy = TorchPolicy(self._config, self._model_path, self._algorithm.needs_reference)
+        self.policy = TorchPolicy(self._config, self._model_path)
         self._stepper = Stepper(
             self.policy,
             self._algorithm,
             self._config.optimizer,
             steps=self._config.steps,
+            past_versions=self._past_versions,
             failures_folder=self._failures_folder,
         )
 
@@ -52,8 +61,7 @@ class TorchLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """A tied output layer is no parameter of its own, so it is not named."""
-        for name, parameter in self.policy.model.named_parameters():
-            yield name, parameter.detach()
+        yield from self.policy.by_folder_name({n: p.detach() for n, p in self.policy.model.named_parameters()})
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,6 +79,16 @@ class TorchLearner:
     def export_huggingface(self, folder: Path) -> None:
         save_huggingface(folder, self.weights(), self._model_path, write=True)
 
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.policy.device)
+
+    def _move(self, device: torch.device) -> None:
+        self._stepper.move_snapshots(device)
+        self.policy.move(device)
+
     def close(self) -> None:
         """There is no group to leave."""
 
@@ -81,25 +99,26 @@ class TorchPolicy:
     share_prompt = False
     data_parallel_rank = 0
 
-    def __init__(self, config: TrainerConfig, folder: Path, keep_start_weights: bool) -> None:
+    def __init__(self, config: TrainerConfig, folder: Path) -> None:
         assert isinstance(config.backend, TorchBackend)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = getattr(torch, config.backend.dtype)
         self.model = self._load(folder)
-        self._start_model = self._load(folder) if keep_start_weights else None
         self._optimizer = build_adamw(self.model, config.optimizer)
 
-    def log_probs(self, batches: Sequence[PackedBatch], *, of_start_weights: bool = False) -> list[Tensor]:
-        model = self._start_model if of_start_weights else self.model
-        with torch.no_grad():
-            return [self._forward(model, batch)[0] for batch in batches]
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        return take(self.model, into)
+
+    def log_probs(self, batches: Sequence[PackedBatch], weights: Snapshot | None = None) -> list[Tensor]:
+        with torch.no_grad(), substituted(self.model, weights or {}):
+            return [self._forward(batch)[0] for batch in batches]
 
     def accumulate_gradients(
         self, batches: Sequence[PackedBatch], loss: LossFunction, *, entropy_gradient: bool
     ) -> None:
         self._optimizer.zero_grad()
         for number, batch in enumerate(batches):
-            log_probs, entropy = self._forward(self.model, batch)
+            log_probs, entropy = self._forward(batch)
             loss(number, log_probs, entropy if entropy_gradient else entropy.detach()).backward()
 
     def gradient_norm(self) -> float:
@@ -118,9 +137,13 @@ class TorchPolicy:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The accumulated gradients by Hugging Face name."""
-        for name, parameter in self.model.named_parameters():
-            assert parameter.grad is not None
-            yield name, parameter.grad.clone()
+        yield from self.by_folder_name({n: p.grad.clone() for n, p in self.model.named_parameters()})
+
+    def by_folder_name(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """From the parameters' names to those of the checkpoint folder: transformers stacks the experts of a layer."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        yield from revert_weight_conversion(self.model, tensors).items()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -134,6 +157,15 @@ class TorchPolicy:
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
 
+    def move(self, device: torch.device) -> None:
+        """The model without its gradients, and the optimizer's state. Not yet run on a GPU."""
+        self._optimizer.zero_grad()
+        self.model.to(device)
+        for state in self._optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _load(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -141,7 +173,7 @@ class TorchPolicy:
         logging.disable_progress_bar()
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, local_files_only=True).to(self.device)
 
-    def _forward(self, model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the targets, each segment by itself: its logits row i predicts token i + 1."""
         log_probs, entropies = [torch.zeros(0, device=self.device)], [torch.zeros(0, device=self.device)]
         start = 0
@@ -149,7 +181,7 @@ class TorchPolicy:
             stop = start + segment.tokens
             rows = (batch.logit_rows >= start) & (batch.logit_rows < stop)
             ids = torch.as_tensor(batch.token_ids[start:stop], device=self.device)
-            logits = model(input_ids=ids[None]).logits[0].float()
+            logits = self.model(input_ids=ids[None]).logits[0].float()
             temperatures = torch.as_tensor(batch.temperatures[rows], device=self.device)[:, None]
             every = (logits[torch.as_tensor(batch.logit_rows[rows] - start)] / temperatures).log_softmax(-1)
             targets = torch.as_tensor(batch.targets[rows], device=self.device)

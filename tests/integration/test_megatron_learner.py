@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +17,15 @@ from safetensors.torch import load_file
 
 from tests.rollouts import rollout_columns
 from topology.models import resolve_model
-from trainers.batch import RowShape, StepPlan, plan_step
+from trainers.batch import Part, RowShape, StepPlan, Totals, plan_step
 from trainers.checkpoints import CheckpointError
 from trainers.config import TrainerConfig
 from trainers.learner import Rendezvous, StepResult
+from trainers.packing import GroupBatch, pack
 from trainers.rank import TrainerRank
 from weights.packing import unpack
 
-FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
+FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe")
 TOLERANCE = 1e-5  # relative, in float32
 
 pytestmark = pytest.mark.timeout(120)
@@ -135,6 +137,30 @@ def test_minibatches_keep_the_proximal_policy_and_the_reference_stays_at_the_sta
         assert found.metrics["clip_frac/high"] > 0
         assert found.metrics["kl"] > 0
     assert worst_error(results["megatron"][1], results["torch"][1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["torch", "megatron"])
+def test_stale_rows_are_compared_with_the_makers_under_the_weights_that_made_them(kind, rows):
+    """The rows of three steps are made by the start weights: from the second on, the trainer's own have moved."""
+    with rank(kind) as made:
+        rows = [row | {"behaviour_logprobs": score(made, row)} for row in rows]
+        share = kind == "megatron"
+        results = [made.train_step(plan(rows, step=i, version=i - 1, share=share), *rows) for i in (1, 2)]
+        own = max(float(np.abs(score(made, row) - row["behaviour_logprobs"]).max()) for row in rows)
+        forgotten = made.train_step(plan(rows, step=3, version=2, share=share), *rows)
+
+    assert [result.metrics["mismatch/tokens"] for result in results] == [33, 33]
+    assert all(result.metrics["mismatch/logp_abs_diff_max"] < 1e-5 for result in results)
+    assert own > 1e-3, "what would have been measured with the trainer's own weights"
+    assert "mismatch/kl" not in forgotten.metrics, "only one past version is kept"
+
+
+def score(made: TrainerRank, row: dict[str, np.ndarray]) -> np.ndarray:
+    """float32 [response tokens]: log-probs of a row's tokens under the present weights, as a maker would send them."""
+    group = GroupBatch.of(row, np.zeros(row["temperatures"].size, np.float32))
+    whole = (Part(0, tuple(range(row["temperatures"].size))),)
+    batch = pack([group], whole, Totals(1, 1, 1), share_prompt=made.learner.policy.share_prompt)
+    return made.learner.policy.log_probs([batch])[0].numpy().copy()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -322,9 +348,9 @@ def test_a_model_that_megatron_cannot_represent_is_refused_with_the_reason(chang
         pass
 
 
-def test_pipeline_parallelism_is_refused_before_any_process_meets_another():
-    config = TrainerConfig(algorithm={"type": "grpo"}, backend={"type": "megatron", "pipeline_parallel": 2}, steps=1)
-    meeting = Rendezvous(rank=0, world_size=2, address="127.0.0.1:1", timeout=1.0)
-
-    with pytest.raises(ValueError, match="pipeline_parallel is 2: the megatron backend trains with 1"):
-        TrainerRank(config, model_path=str(resolve_model("tiny-llama")), rendezvous=meeting, bucket_bytes=1, seed=0)
+def test_exports_leave_nothing_on_the_parameters_that_a_backward_pass_would_run(rows):
+    with rank("megatron") as made:
+        weights(made)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
+            made.train_step(plan(rows), *rows)

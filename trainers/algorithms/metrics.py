@@ -1,7 +1,7 @@
 """From sums over tokens to the figures of one step. Sums add over micro-batches and ranks, so any split gives the same.
 
-Every sum is divided by the number of computed tokens (`tokens`), those named `mismatch/*` by the number of tokens whose
-policy version equals that of the trainer's weights (`mismatch/tokens`).
+Every sum is divided by the number of computed tokens (`tokens`), those named `mismatch/*` by the number of tokens that were
+compared with their maker at equal version (`mismatch/tokens`).
 """
 
 from __future__ import annotations

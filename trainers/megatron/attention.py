@@ -23,15 +23,18 @@ DENSE_TOKENS = 1024  # up to here one masked call over a whole segment is faster
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """What every attention layer needs to know of a micro-batch. `cos`, `sin` are [packed, 1, head_dim / 2] in
-    the dtype in which attention is computed."""
+    """What every attention layer needs to know of a micro-batch. `cos`, `sin` are [own rows, 1, head_dim / 2] in the
+    dtype in which attention is computed. Own rows and targets are those of this rank: all of them, unless context
+    parallelism splits the rows."""
 
     segments: tuple[Segment, ...] = ()
     cos: Tensor | None = None
     sin: Tensor | None = None
-    logit_rows: Tensor | None = None  # int64 [targets]: for the last pipeline stage
-    targets: Tensor | None = None  # int64 [targets]
-    temperatures: Tensor | None = None  # float32 [targets]
+    logit_rows: Tensor | None = None  # int64 [own targets], among the own rows: for the last pipeline stage
+    targets: Tensor | None = None  # int64 [own targets]
+    temperatures: Tensor | None = None  # float32 [own targets]
+    own: Tensor | None = None  # int64 [own targets]: which of all targets they are
+    every_target: int = 0  # of the micro-batch, over all ranks
     masks: dict[int, Tensor] = field(default_factory=dict)  # by number of the segment, filled on first use
 
 
@@ -138,14 +141,14 @@ def segment_mask(segment: Segment, dtype: torch.dtype, device: torch.device) -> 
     sizes = torch.tensor([segment.prompt, *segment.responses], device=device)
     owner = torch.repeat_interleave(torch.arange(sizes.numel(), device=device), sizes)
     visible = (owner[None] == 0) | (owner[:, None] == owner[None])
-    return _additive(visible.tril(), dtype)
+    return additive(visible.tril(), dtype)
 
 
 def response_mask(prompt: int, response: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive mask [response, prompt + response]: the whole prompt, and the response up to itself."""
     visible = torch.ones(response, prompt + response, dtype=torch.bool, device=device).tril(prompt)
-    return _additive(visible, dtype)
+    return additive(visible, dtype)
 
 
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))

@@ -45,7 +45,8 @@ def save(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
     dist.barrier()
     if _is_first():
         files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        (partial / MODEL_FILE).write_text(json.dumps({"model": fingerprint(hf_config), "files": files}, indent=1))
+        description = {"model": fingerprint(hf_config), "layout": _layout(), "files": files}
+        (partial / MODEL_FILE).write_text(json.dumps(description, indent=1))
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)
@@ -53,19 +54,27 @@ def save(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
 
 
 def restore(folder: Path, model: Any, optimizer: Any, hf_config: Any) -> None:
-    """Collective. Raises CheckpointError. A file that fails while it is read leaves the learner unusable."""
+    """Collective. Raises CheckpointError. A file that fails while it is read leaves the learner unusable.
+
+    The layout of the ranks may be another than at `save`; the random states of the ranks then start anew.
+    """
     check(folder, hf_config)
+    same_layout = json.loads((folder / MODEL_FILE).read_text())["layout"] == _layout()
     materialise_state(optimizer)
     metadata = _metadata()
     try:
-        state = dist_checkpointing.load(_sharded_state(model, optimizer, metadata, loading=True), str(folder))
+        wanted = _sharded_state(model, optimizer, metadata, loading=True)
+        if not same_layout:
+            del wanted["random"]
+        state = dist_checkpointing.load(wanted, str(folder))
     except (Exception, CheckpointException) as error:  # the latter is not an Exception
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
     model.load_state_dict(state["model"])
     load_state(optimizer, state["optimizer"])
-    random = state["random"][0]
-    torch.set_rng_state(random["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(random["tracker"])
+    if same_layout:
+        random = state["random"][0]
+        torch.set_rng_state(random["torch"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(random["tracker"])
 
 
 def check(folder: Path, hf_config: Any) -> None:
@@ -75,7 +84,7 @@ def check(folder: Path, hf_config: Any) -> None:
         raise CheckpointError(f"{folder} is not a complete checkpoint of a learner: it has no {MODEL_FILE}")
     try:
         stored = json.loads(file.read_text())
-        there, files = stored["model"], stored["files"]
+        there, files, _ = stored["model"], stored["files"], stored["layout"]
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{file} is broken ({type(error).__name__}: {error})") from error
     here = fingerprint(hf_config)
@@ -99,27 +108,29 @@ def fingerprint(hf_config: Any) -> dict[str, Any]:
         "num_attention_heads",
         "num_key_value_heads",
         "tie_word_embeddings",
+        "num_experts",
+        "moe_intermediate_size",
     )
-    return {name: getattr(hf_config, name) for name in names}
+    return {name: getattr(hf_config, name) for name in names if hasattr(hf_config, name)}
 
 
 def _sharded_state(model: Any, optimizer: Any, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     random = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
-    state["random"] = ShardedObject(
-        "random",
-        [random],
-        (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        ),
-        (pipeline_rank, tensor_rank),
-        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
+    state["random"] = ShardedObject("random", [random], (dist.get_world_size(),), (dist.get_rank(),))
     return state
+
+
+def _layout() -> dict[str, int]:
+    """What must be equal for every rank to find its own random state."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
 
 
 def _metadata() -> dict[str, Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,18 +21,19 @@ from trainers.batch import Columns, StepPlan
 from trainers.config import MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import Rendezvous, StepResult
-from trainers.megatron import checkpoint, cpu, optimizer
-from trainers.megatron.attention import PackedLayout, attention_dtype, rotary_tables
+from trainers.megatron import checkpoint, cpu, offload, optimizer
+from trainers.megatron.layout import place
 from trainers.megatron.model import (
     build_bridge,
     build_model,
+    check_layout,
     export_weights,
     load_weights,
     read_config,
-    substituted,
 )
-from trainers.megatron.process_group import join, leave
+from trainers.megatron.process_group import from_last_stage, join, leave, reduce_over_data_parallel_ranks
 from trainers.packing import PackedBatch
+from trainers.snapshots import Snapshot, substituted, take
 from trainers.step import LossFunction, Stepper
 
 
@@ -47,20 +47,18 @@ class MegatronLearner:
         rendezvous: Rendezvous,
         *,
         seed: int,
+        past_versions: int = 1,
         failures_folder: Path | None = None,
     ) -> None:
         assert isinstance(config.backend, MegatronBackend)
-        if config.backend.pipeline_parallel > 1:
-            raise ValueError(
-                f"backend.pipeline_parallel is {config.backend.pipeline_parallel}: the megatron backend trains with 1; "
-                "use tensor_parallel or data_parallel"
-            )
         self._config = config
         self._model_path = model_path
         self._rendezvous = rendezvous
         self._seed = seed
         self._algorithm = build_algorithm(config.algorithm)
         self._hf_config = read_config(model_path)
+        check_layout(config.backend, self._hf_config)
+        self._past_versions = past_versions
         self._failures_folder = failures_folder
 
     def start(self) -> None:
@@ -70,9 +68,7 @@ class MegatronLearner:
         optimizer.install_checkpoint_fixes()
         join(self._rendezvous, backend, self._seed)
         try:
-            self.policy = MegatronPolicy(
-                self._config, self._model_path, self._hf_config, self._algorithm.needs_reference
-            )
+            self.policy = MegatronPolicy(self._config, self._model_path, self._hf_config)
         except BaseException:
             leave()
             raise
@@ -81,7 +77,8 @@ class MegatronLearner:
             self._algorithm,
             self._config.optimizer,
             steps=self._config.steps,
-            failures_folder=self._failures_folder,
+            past_versions=self._past_versions,
+            failures_folder=self._failures_folder if self._rendezvous.rank == 0 else None,
         )
 
     def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
@@ -99,6 +96,14 @@ class MegatronLearner:
     def export_huggingface(self, folder: Path) -> None:
         save_huggingface(folder, self.weights(), self._model_path, write=self._rendezvous.rank == 0)
 
+    def offload(self) -> None:
+        offload.offload(self.policy.model, self.policy.optimizer)
+        self._stepper.move_snapshots(torch.device("cpu"))
+
+    def onload(self) -> None:
+        offload.onload(self.policy.model, self.policy.optimizer)
+        self._stepper.move_snapshots(self.policy.device)
+
     def close(self) -> None:
         leave()
 
@@ -106,7 +111,7 @@ class MegatronLearner:
 class MegatronPolicy:
     """Implements `trainers.step.Policy`: the model in DDP with its optimizer, and Megatron's schedule over micro-batches."""
 
-    def __init__(self, config: TrainerConfig, folder: Path, hf_config: Any, keep_start_weights: bool) -> None:
+    def __init__(self, config: TrainerConfig, folder: Path, hf_config: Any) -> None:
         backend = config.backend
         assert isinstance(backend, MegatronBackend)
         dtype = getattr(torch, backend.dtype)
@@ -115,7 +120,9 @@ class MegatronPolicy:
         )
         self.share_prompt = backend.share_prompt
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
-        self.bridge = build_bridge(hf_config, dtype, recompute=backend.recompute)
+        self.bridge = build_bridge(
+            hf_config, dtype, recompute=backend.recompute, sequence_parallel=backend.sequence_parallel
+        )
         self.module = build_model(self.bridge)
         load_weights(self.bridge, self.module, folder)
         self.model = optimizer.wrap(self.module, distributed_optimizer=backend.distributed_optimizer)
@@ -124,20 +131,20 @@ class MegatronPolicy:
         )
         self.module.config.finalize_model_grads_func = _sum_gradients
         self._forward_backward = get_forward_backward_func()
-        self._start_weights = (
-            {name: p.detach().clone() for name, p in self.module.named_parameters()} if keep_start_weights else {}
-        )
 
-    def log_probs(self, batches: Sequence[PackedBatch], *, of_start_weights: bool = False) -> list[Tensor]:
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        return take(self.module, into)
+
+    def log_probs(self, batches: Sequence[PackedBatch], weights: Snapshot | None = None) -> list[Tensor]:
         results: list[Tensor] = []
 
         def collect(output: Tensor, non_loss_data: bool = False) -> Tensor:
             results.append(output[0])
             return output[0]
 
-        with torch.no_grad(), substituted(self.module, self._start_weights if of_start_weights else {}):
+        with torch.no_grad(), substituted(self.module, weights or {}):
             self._run(batches, lambda _: collect, forward_only=True)
-        return results
+        return from_last_stage(results, [batch.targets.size for batch in batches], self.device)
 
     def accumulate_gradients(
         self, batches: Sequence[PackedBatch], loss: LossFunction, *, entropy_gradient: bool
@@ -163,12 +170,11 @@ class MegatronPolicy:
     def reduce(
         self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        if parallel_state.get_data_parallel_world_size() > 1:
-            return _reduce_over_ranks(sums, maxima)
-        return {k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()}
+        return reduce_over_data_parallel_ranks(sums, maxima)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The accumulated float32 gradients by Hugging Face name, for tests and debugging."""
+        optimizer.gather_gradients(self.model)
         gradients = {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
         with substituted(self.module, gradients):
             for name, tensor in export_weights(self.bridge, self.model):
@@ -177,8 +183,7 @@ class MegatronPolicy:
     def _run(self, batches: Sequence[PackedBatch], loss_of: Any, *, forward_only: bool) -> None:
         def forward_step(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
             number = next(numbers)
-            layout = self._layout(batches[number])
-            tokens = torch.as_tensor(batches[number].token_ids, device=self.device)[None]
+            tokens, layout = place(batches[number], self.module.config, self.bridge.hf_config.rope_theta, self.device)
             output = model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=layout)
             return output, loss_of(number)
 
@@ -193,39 +198,7 @@ class MegatronPolicy:
             collect_non_loss_data=forward_only,
         )
 
-    def _layout(self, batch: PackedBatch) -> PackedLayout:
-        config = self.module.config
-        positions = torch.as_tensor(batch.positions, device=self.device)
-        dtype = attention_dtype(config.params_dtype, self.device)
-        cos, sin = rotary_tables(positions, config.kv_channels, self.bridge.hf_config.rope_theta, dtype)
-        return PackedLayout(
-            qkv_format="thd",
-            segments=batch.segments,
-            cos=cos,
-            sin=sin,
-            logit_rows=torch.as_tensor(batch.logit_rows, device=self.device),
-            targets=torch.as_tensor(batch.targets, device=self.device),
-            temperatures=torch.as_tensor(batch.temperatures, device=self.device),
-        )
-
 
 def _sum_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """The loss is already divided by the global totals: gradients are summed over ranks, never scaled."""
     finalize_model_grads(models, None, **kwargs)
-
-
-def _reduce_over_ranks(
-    sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]
-) -> tuple[dict[str, float], dict[str, float]]:
-    group = parallel_state.get_data_parallel_group()
-    gathered: list[Any] = [None] * group.size()
-    mine = ({k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()})
-    dist.all_gather_object(gathered, mine, group=group)
-    total: dict[str, float] = {}
-    top: dict[str, float] = {}
-    for theirs, highs in gathered:
-        for name, value in theirs.items():
-            total[name] = total.get(name, 0.0) + value
-        for name, value in highs.items():
-            top[name] = max(top.get(name, value), value)
-    return total, top

@@ -8,7 +8,6 @@ applied by its layers; nothing here depends on it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,21 @@ from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
+from trainers.config import MegatronBackend
 from trainers.megatron.attention import PackedLayout, SegmentAttention
+from trainers.megatron.context import StripedAttention, put_together
+from trainers.megatron.moe import SequentialExpertsBridge, set_experts_apart
 from trainers.megatron.norm import Norm
+from trainers.megatron.process_group import all_ranks_together
 from trainers.megatron.vocab import VocabShard, log_probs
+from trainers.parallel import unsupported
 
-FAMILIES: dict[str, type[Bridge]] = {"llama": LLaMABridge, "qwen2": Qwen2Bridge, "qwen3": Qwen3Bridge}
+FAMILIES: dict[str, type[Bridge]] = {
+    "llama": LLaMABridge,
+    "qwen2": Qwen2Bridge,
+    "qwen3": Qwen3Bridge,
+    "qwen3_moe": SequentialExpertsBridge,
+}
 _LOCAL_NORMS = {
     "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
     "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
@@ -53,9 +62,10 @@ class PolicyModel(GPTModel):
         rows = hidden_states[:, 0].index_select(0, packed_seq_params.logit_rows)
         shard = self._vocab_shard(weight.size(0))
         layout, entropy_gradient = packed_seq_params, self.entropy_gradient
-        return torch.stack(
+        own = torch.stack(
             log_probs(rows, weight, layout.targets, layout.temperatures, shard, entropy_gradient=entropy_gradient)
         )
+        return own if self.config.context_parallel_size == 1 else put_together(own, layout.own, layout.every_target)
 
     def _vocab_shard(self, size: int) -> VocabShard:
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -94,6 +104,8 @@ def read_config(folder: Path) -> Any:
         (config.model_type != "qwen2" and getattr(config, "attention_bias", False), "attention_bias"),
         (getattr(config, "mlp_bias", False), "mlp_bias"),
         (config.hidden_act != "silu", f"activation {config.hidden_act}"),
+        (getattr(config, "decoder_sparse_step", 1) != 1, "layers without experts (decoder_sparse_step)"),
+        (bool(getattr(config, "mlp_only_layers", None)), "layers without experts (mlp_only_layers)"),
     ):
         if refused:
             raise ValueError(f"{folder}: the megatron backend does not support {reason} for {config.model_type}")
@@ -104,7 +116,21 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def build_bridge(hf_config: Any, dtype: torch.dtype, *, recompute: bool) -> Bridge:
+def check_layout(backend: MegatronBackend, hf_config: Any) -> None:
+    """Raises ValueError with every reason why the model cannot be split as the backend says."""
+    reasons = unsupported(
+        backend,
+        layers=hf_config.num_hidden_layers,
+        heads=hf_config.num_attention_heads,
+        kv_heads=hf_config.num_key_value_heads,
+        intermediate=getattr(hf_config, "moe_intermediate_size", hf_config.intermediate_size),
+        experts=getattr(hf_config, "num_experts", 0),
+    )
+    if reasons:
+        raise ValueError("; ".join(f"backend.{reason}" for reason in reasons))
+
+
+def build_bridge(hf_config: Any, dtype: torch.dtype, *, recompute: bool, sequence_parallel: bool = False) -> Bridge:
     """Knows how Megatron's names and layouts correspond to Hugging Face's. Needs the parallel state."""
     family = FAMILIES[hf_config.model_type]
     bridge = type(f"Local{family.__name__}", (_LocalBridge, family), {})(hf_config, dtype=dtype)
@@ -112,7 +138,7 @@ def build_bridge(hf_config: Any, dtype: torch.dtype, *, recompute: bool) -> Brid
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     bridge.set_extra_args(
         use_cpu_initialization=not torch.cuda.is_available(),
-        sequence_parallel=False,
+        sequence_parallel=sequence_parallel,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -145,16 +171,19 @@ def build_model(bridge: Bridge) -> PolicyModel:
     model.vocab_size = hf_config.vocab_size
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    set_experts_apart(model)
     return model.to(bridge.dtype)
 
 
 def block_spec(config: Any) -> TransformerBlockSubmodules:
     """Megatron's plain-torch layers with our attention, and norms that work with sequence parallelism."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
-    attention.core_attention = SegmentAttention
+    attention.core_attention = SegmentAttention if config.context_parallel_size == 1 else StripedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
@@ -165,18 +194,18 @@ def load_weights(bridge: Bridge, model: PolicyModel, folder: Path) -> None:
     io = bridge._get_safetensor_io(str(folder))
     found = set(io.load_hf_weight_names())
     tied = {"lm_head.weight"} if bridge.hf_config.tie_word_embeddings else set()
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        names = bridge._weight_name_mapping_mcore_local_to_global(model).values()
-        wanted = {name for local in names for name in bridge._weight_name_mapping_mcore_to_hf(local)}
-        missing, extra = sorted(wanted - found), sorted(found - wanted - tied)
-        if missing or extra:
-            raise ValueError(
-                f"{folder}: weights missing: {missing[:5] or 'none'}, not of this model: {extra[:5] or 'none'}"
-            )
+    names = bridge._weight_name_mapping_mcore_local_to_global(model).values()
+    wanted = all_ranks_together({name for local in names for name in bridge._weight_name_mapping_mcore_to_hf(local)})
+    missing, extra = sorted(wanted - found), sorted(found - wanted - tied)
+    if missing or extra:
+        raise ValueError(
+            f"{folder}: weights missing: {missing[:5] or 'none'}, not of this model: {extra[:5] or 'none'}"
+        )
     with torch.no_grad():
         bridge.load_weights([model], str(folder))
 
 
+@torch.no_grad()  # collectives on parameters leave a hook on each, more of them with every export
 def export_weights(bridge: Bridge, model: Any) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor), each name once; tensors may be views of the parameters. Collective."""
     seen = set()
@@ -184,17 +213,3 @@ def export_weights(bridge: Bridge, model: Any) -> Iterator[tuple[str, Tensor]]:
         if name not in seen:
             seen.add(name)
             yield name, tensor.detach()
-
-
-@contextmanager
-def substituted(model: torch.nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """The model with other values for its parameters, by its own names, while the block runs."""
-    parameters = dict(model.named_parameters())
-    originals = {name: parameter.data for name, parameter in parameters.items()}
-    try:
-        for name, tensor in tensors.items():
-            parameters[name].data = tensor
-        yield
-    finally:
-        for name, data in originals.items():
-            parameters[name].data = data

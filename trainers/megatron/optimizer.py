@@ -1,9 +1,11 @@
 """Megatron's optimizer over DDP, and what it takes to use it with torch's Adam.
 
-Without Transformer Engine or Apex its checkpoints have four faults. The distributed optimizer's state cannot be read
+Without Transformer Engine or Apex its checkpoints have five faults. The distributed optimizer's state cannot be read
 before the first step (`materialise_state`), its step cannot be loaded (`_set_main_state`), and after loading all
 parameters share one step tensor, so that Adam's step grows by the number of parameters each time (`load_state`). The
-other optimizers leave out the step while it is 0 (`load_state`).
+other optimizers leave out the step while it is 0 (`load_state`). And where the gradients lie in several buckets, as with
+tied embeddings over pipeline stages, the distributed optimizer cuts the padding off each bucket when it gathers its state,
+but looks for the parameters where they are with the padding: it would save shifted values (`wrap` counts the padding in).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -26,7 +29,12 @@ def wrap(model: Any, *, distributed_optimizer: bool) -> DistributedDataParallel:
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, check_for_nan_in_grad=False
     )
-    return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+    wrapped = DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+    for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+    return wrapped
 
 
 def build_optimizer(
@@ -65,6 +73,16 @@ def apply(optimizer: Any, norm: float, max_norm: float, lr: float) -> None:
     optimizer.step_with_ready_grads()
 
 
+def gather_gradients(model: DistributedDataParallel) -> None:
+    """Whole gradients on every rank: with a distributed optimizer a data-parallel rank has summed only its shard."""
+    for sync in model.bucket_groups + model.expert_parallel_bucket_groups:
+        if sync.ddp_config.use_distributed_optimizer:
+            group = sync.intra_distributed_optimizer_instance_group
+            for bucket in sync.buckets:
+                shards = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+
+
 def materialise_state(optimizer: Any) -> None:
     """Give Adam the state of step 0 where it has none yet."""
     for inner in _parts(optimizer):
@@ -78,9 +96,10 @@ def materialise_state(optimizer: Any) -> None:
 
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Load a state that was read from a checkpoint."""
-    per_parameter = state.get("optimizer", state).get("state")
-    if per_parameter is not None:
-        per_parameter.setdefault("common_step", torch.zeros((), dtype=torch.float32))
+    for part in state.values() if len(_parts(optimizer)) > 1 else [state]:  # experts have an optimizer of their own
+        per_parameter = part.get("optimizer", part).get("state")
+        if per_parameter is not None:
+            per_parameter.setdefault("common_step", torch.zeros((), dtype=torch.float32))
     optimizer.load_state_dict(state)
     for inner in _parts(optimizer):
         for parameter in _parameters(inner):
