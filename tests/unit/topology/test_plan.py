@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from topology.bundles import Node
-from topology.capacity import Capacity
+from topology.capacity import Capacity, Node
 from topology.config import ConfigError, RunConfig, load_config
 from topology.models import ModelInfo
 from topology.plan import make_plan
@@ -26,6 +25,8 @@ SMOL = ModelInfo(
     max_positions=8192,
     parameters=134_515_008,
     has_chat_template=True,
+    experts=0,
+    expert_intermediate=0,
 )
 ROOMY = Capacity("this machine", (Node("here", cpus=64, gpus=0, memory_gib=256),))
 
@@ -97,8 +98,23 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         (("weights.every=50",), "no version would ever be published"),
         (("evaluation.at_start=false", "evaluation.at_end=false"), "nothing would be evaluated"),
         (
-            ("trainers.critic={algorithm: {type: grpo}, backend: {type: torch}, steps: 1}",),
-            "trainers.critic: only one trainer, named `policy`",
+            ("trainers.critic={backend: {type: torch}}",),
+            "trainers.critic: nobody reads its values, as trainers.policy.algorithm is `grpo`: remove it, or use `ppo`",
+        ),
+        (
+            ("trainers.policy.algorithm={type: ppo, kl_coef: 0}",),
+            "trainers.critic: missing, but trainers.policy.algorithm is `ppo`",
+        ),
+        (
+            ("trainers.policy.algorithm={type: ppo}", "trainers.critic={backend: {type: torch}}"),
+            "no group provides `reference`, which trainers.policy needs; .*or set trainers.policy.algorithm.kl_coef to 0",
+        ),
+        (
+            (
+                "trainers.policy.algorithm={type: ppo, kl_coef: 0}",
+                "trainers.critic={backend: {type: torch}, minibatches: 5, optimizer: {warmup_steps: 99}}",
+            ),
+            "(?s)trainers.critic.minibatches: 12 groups_per_step .*trainers.critic.optimizer.warmup_steps: 99 is more",
         ),
         (
             ("makers.other={kind: rollout, sampling: {n: 4, max_tokens: 8}}",),
