@@ -93,9 +93,6 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     sizes = {maker.sampling.n for maker in rollouts.values()}
     if len(sizes) > 1:
         yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
-    budgets = {maker.sampling.max_tokens for maker in rollouts.values()}
-    if len(budgets) > 1:
-        yield f"makers.*.sampling.max_tokens: all rollout groups need the same budget, got {sorted(budgets)}"
     rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
     first, *others = rewards or [""]
     different = [group for group in others if rewards[group].functions != rewards[first].functions]
@@ -137,7 +134,8 @@ def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             continue
         engine, gpus = maker.engine, maker.resources.gpus
         tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
-        for what, count in (("attention heads", model.heads), ("intermediate columns", model.intermediate)):
+        columns = model.expert_intermediate if model.experts else model.intermediate
+        for what, count in (("attention heads", model.heads), ("intermediate columns", columns)):
             if count % tensor:
                 yield (
                     f"{where}.tensor_parallel: the model's {count} {what} cannot be shared out over {tensor} processes: use a "
