@@ -16,6 +16,7 @@ from importlib.metadata import version
 from benchmarks import batches, workload
 from benchmarks.harness import CORES, Result, alternate, describe, ratio_of_medians, run_json
 from topology.models import resolve_model
+from trainers.memory import KEEP_FREED_MEMORY
 
 TARGET = 1.0
 ROUNDS = 2  # processes of each side
@@ -63,7 +64,15 @@ def _transformers(model: str, shape: str) -> float:
 
 def _rate(side: str, model: str, shape: str, arguments: list[str]) -> float:
     common = ["--model", model, "--shape", shape, "--dtype", workload.DTYPE, "--threads", str(CORES)]
-    answer = run_json(f"benchmarks.sides.{side}", *common, "--repeat", str(REPEAT), *arguments, timeout=TIMEOUT)
+    answer = run_json(
+        f"benchmarks.sides.{side}",
+        *common,
+        "--repeat",
+        str(REPEAT),
+        *arguments,
+        timeout=TIMEOUT,
+        env=KEEP_FREED_MEMORY,  # as a rank has it; the baseline gains by it too
+    )
     return answer["tokens"] / statistics.median(answer["seconds"])
 
 

@@ -87,7 +87,7 @@ class LocalRows:
         return self._buffer.status()
 
     async def cursor(self) -> int:
-        return self._buffer.status()["prompts"]["oldest_unfinished"]
+        return self._buffer.oldest_unfinished
 
 
 class LocalPublisher:
@@ -101,7 +101,7 @@ class LocalPublisher:
         await self._store.publish(version, self)
 
     async def export(self, version: int) -> tuple[Manifest, list[Any]]:
-        manifest, *buckets = (await self._ranks.call("export", version))[0]
+        manifest, *buckets = await self._ranks.call(TrainerRank.export, version)
         return manifest, buckets
 
 

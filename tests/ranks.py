@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,7 +51,8 @@ class Ranks:
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the children, which would outlive it
         for process in self._processes:
             process.join()
         self._processes, self._pipes = [], []
@@ -87,6 +89,7 @@ class Ranks:
 
 
 def _serve(pipe: Connection) -> None:
+    os.setsid()
     import torch
 
     torch.set_num_threads(1)

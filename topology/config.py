@@ -10,7 +10,7 @@ import difflib
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -50,6 +50,29 @@ class RowsConfig(Strict):
     every: int | None = Field(1, ge=1, description="Steps between two files of sampled rows; null: none.")
 
 
+PlacementPolicy = Literal["pack", "strict_pack", "spread", "strict_spread"]
+
+
+class PlacementConfig(Strict):
+    """Which node an actor is on. One engine, and the ranks of one tensor-parallel group, are never split over nodes."""
+
+    groups: dict[str, PlacementPolicy] = Field(
+        {},
+        description="By maker group or trainer. pack (what is not named here): on as few nodes as possible. spread: over "
+        "as many as possible. strict_pack, strict_spread: all on one node, each on a node of its own, or the run does not "
+        "start.",
+    )
+    colocate: list[list[str]] = Field(
+        [],
+        description="Sets of a trainer and maker groups on the same devices, in turns, as [[rollout, policy]]: makers "
+        "sleep while the trainer takes its step, and its state moves to CPU memory while they work.",
+    )
+    sleep_level: Literal[1, 2] = Field(
+        1,
+        description="What a colocated engine does with its weights: 1: to CPU memory. 2: drops them, and loads new ones.",
+    )
+
+
 class ClusterConfig(Strict):
     address: str | None = Field(None, description="host:port of a running cluster; null: the run starts its own.")
     cpus: int | None = Field(None, ge=1, description="CPUs the run's own cluster offers; null: what the plan needs.")
@@ -80,6 +103,7 @@ class RunConfig(Strict):
     evaluation: EvaluationConfig | None = None
     rows: RowsConfig = RowsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    placement: PlacementConfig = PlacementConfig()
     cluster: ClusterConfig = ClusterConfig()
     limits: LimitsConfig = LimitsConfig()
 

@@ -19,13 +19,15 @@ from typing import Any
 import psutil
 
 from makers.config import CustomMaker, FilePrompts, ModelConfig, RewardMaker
+from topology.bundles import Node
+from topology.capacity import Capacity
 from topology.config import ConfigError, RunConfig, dump_config, load_config
 from topology.joining import connected
 from topology.keeper import start_keeper
 from topology.members import snapshot
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.names import namespace_of
-from topology.plan import GIB, Capacity, Plan, make_plan
+from topology.plan import GIB, Plan, make_plan
 from topology.roles import POLICY, model_of
 from topology.runs import ENDED, RunError, RunFolder, process_alive, read_json, run_folder, wait_for_file, write_json
 from topology.vocabulary import difference
@@ -147,18 +149,15 @@ def _own_models(config: RunConfig, policy: Path) -> dict[str, ModelInfo]:
 
 def capacity_of(config: RunConfig) -> Capacity:
     """What the config's cluster offers. A run's own cluster offers as many CPUs as the plan needs, unless told."""
-    memory = psutil.virtual_memory()
     if config.cluster.address is None:
         gpus = config.cluster.gpus if config.cluster.gpus is not None else _count_gpus()
         cpus = config.cluster.cpus if config.cluster.cpus is not None else float("inf")
         what = "this machine" if config.cluster.cpus is None else f"this machine (cluster.cpus: {config.cluster.cpus})"
-        return Capacity(cpus, gpus, memory.available / GIB, what)
-    with connected(None, config.cluster.address, own=False) as ray:
-        total = ray.cluster_resources()
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    what = f"the cluster at {config.cluster.address}"
-    largest = (max(node.get("CPU", 0.0) for node in nodes), max(node.get("GPU", 0.0) for node in nodes))
-    return Capacity(total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0) / GIB, what, total, *largest)
+        return Capacity(what, (Node("this machine", cpus, gpus, psutil.virtual_memory().available / GIB),))
+    with connected(None, config.cluster.address, own=False):
+        from topology.placement import cluster_nodes
+
+        return Capacity(f"the cluster at {config.cluster.address}", cluster_nodes())
 
 
 def _count_gpus() -> int:

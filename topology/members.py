@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from topology.capacity import PlannedActor
 from topology.config import RunConfig
-from topology.plan import PlannedActor
 from topology.roles import POLICY, role_of
 
 

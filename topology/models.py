@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
-SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3")  # `model_type` values that the trainer can load and export
+# `model_type` values that the trainer can load and export
+SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class ModelError(ValueError):
@@ -49,6 +50,8 @@ class ModelInfo:
     max_positions: int
     parameters: int  # exact for the supported families, an estimate for others
     has_chat_template: bool
+    experts: int = 0  # of each layer; 0: every token goes through the same weights
+    expert_intermediate: int = 0  # MLP rows of one expert
 
 
 def resolve_model(path: str, cache: Path | None = None) -> Path:
@@ -94,6 +97,8 @@ def model_info(folder: Path | str) -> ModelInfo:
         "head_dim": int(config.get("head_dim") or hidden // heads),
         "vocab": vocab,
         "tied": bool(config.get("tie_word_embeddings", False)),
+        "experts": int(config.get("num_experts") or config.get("num_local_experts") or 0),  # transformers renames it
+        "expert_intermediate": int(config.get("moe_intermediate_size") or 0),
     }
     return ModelInfo(
         **shape,
@@ -114,14 +119,19 @@ def _count_parameters(
     head_dim: int,
     vocab: int,
     tied: bool,
+    experts: int,
+    expert_intermediate: int,
 ) -> int:
     query, key_value = heads * head_dim, kv_heads * head_dim
     attention = 2 * hidden * query + 2 * hidden * key_value
     if family == "qwen2":
         attention += query + 2 * key_value  # biases
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         attention += 2 * head_dim  # query and key norms
-    layer = attention + 3 * hidden * intermediate + 2 * hidden
+    feed_forward = 3 * hidden * intermediate
+    if experts:
+        feed_forward = experts * (3 * hidden * expert_intermediate + hidden)  # and its row of the router
+    layer = attention + feed_forward + 2 * hidden
     return layers * layer + hidden + vocab * hidden * (1 if tied else 2)
 
 
@@ -236,6 +246,7 @@ def _make_tiny(folder: Path, family: str) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # the smallest that vLLM's CPU attention has
+        **(TINY_EXPERTS if family == "qwen3_moe" else {}),
         max_position_embeddings=2048,
         tie_word_embeddings=family != "llama",
         bos_token_id=None,
@@ -284,6 +295,7 @@ def _save(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 TINY_VOCAB = 320
+TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -294,6 +306,7 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "tiny-llama": partial(_make_tiny, family="llama"),
     "tiny-qwen2": partial(_make_tiny, family="qwen2"),
     "tiny-qwen3": partial(_make_tiny, family="qwen3"),
+    "tiny-qwen3-moe": partial(_make_tiny, family="qwen3_moe"),
 }
 
 

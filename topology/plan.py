@@ -6,17 +6,18 @@ and the remedy. The same plan drives `tandem plan`, `tandem run` and the supervi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
 from makers.config import MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker
+from topology.bundles import Bundle, BundleGroup, bundle_groups, total
+from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
 from topology.models import ModelInfo
-from topology.roles import CRITIC, POLICY, ranks_of, rollout_of, stage_of
+from topology.roles import CRITIC, POLICY, rank_names, rollout_of, stage_of
 from trainers.config import RanksConfig
 
 GIB = 1 << 30
@@ -33,48 +34,36 @@ FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
-class PlannedActor:
-    name: str
-    kind: str  # supervisor, buffer, weights, maker, trainer, critic, rank
-    resources: Resources
-    memory_gib: float  # estimate of resident memory
-
-
-@dataclass(frozen=True)
 class Plan:
     actors: tuple[PlannedActor, ...]
     edges: tuple[tuple[str, str, str], ...]  # (from, to, what crosses)
     arithmetic: dict[str, str]
     worst_case_staleness: int  # published versions
     warnings: tuple[str, ...]
+    groups: tuple[BundleGroup, ...]  # what is reserved together
+    nodes: tuple[NodeLoad, ...] = ()  # how that lies on the cluster as it was when the plan was made
+
+    @property
+    def resources(self) -> Resources:
+        return total(bundle.resources for group in self.groups for bundle in group.bundles)
 
     @property
     def cpus(self) -> float:
-        return sum(actor.resources.cpus for actor in self.actors)
+        return self.resources.cpus
 
     @property
     def gpus(self) -> float:
-        return sum(actor.resources.gpus for actor in self.actors)
+        return self.resources.gpus
 
     @property
     def memory_gib(self) -> float:
         return sum(actor.memory_gib for actor in self.actors)
 
+    def bundle_of(self, actor: str) -> Bundle:
+        return next(bundle for group in self.groups for bundle in group.bundles if actor in bundle.actors)
+
     def named(self, kind: str) -> list[PlannedActor]:
         return [actor for actor in self.actors if actor.kind == kind]
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What the cluster (or this machine, for a run with a cluster of its own) offers."""
-
-    cpus: float
-    gpus: float
-    memory_gib: float
-    what: str
-    custom: Mapping[str, float] = field(default_factory=dict)  # none on a cluster of the run's own
-    node_cpus: float = math.inf  # of the largest node: an actor cannot be spread over two
-    node_gpus: float = math.inf
 
 
 def make_plan(
@@ -85,35 +74,11 @@ def make_plan(
     problems += check_own_models(config, own_models)
     if not problems:
         plan = _build(config, model, own_models)
-        problems = list(_check_capacity(config, plan, capacity))
+        nodes, problems = lay_out(config, plan.actors, plan.groups, capacity)
         if not problems:
-            return plan
+            return replace(plan, nodes=nodes, warnings=(*plan.warnings, *_idle_gpus(plan, capacity)))
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise ConfigError(f"this plan cannot work: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def _check_capacity(config: RunConfig, plan: Plan, capacity: Capacity) -> Iterator[str]:
-    makers = ", ".join(f"{maker.replicas} x {group}" for group, maker in config.makers.items())
-    remedy = "lower makers.*.replicas or resources, or use a larger cluster"
-    for what, needed, offered in (("CPUs", plan.cpus, capacity.cpus), ("GPUs", plan.gpus, capacity.gpus)):
-        if needed > offered + 1e-9:
-            yield f"resources: the plan needs {needed:g} {what} ({makers}, trainer), {capacity.what} has {offered:g}: {remedy}"
-    for actor in plan.actors:
-        for what, needed, largest in (
-            ("CPUs", actor.resources.cpus, capacity.node_cpus),
-            ("GPUs", actor.resources.gpus, capacity.node_gpus),
-        ):
-            if needed > largest + 1e-9:
-                yield f"resources: {actor.name} needs {needed:g} {what}, the largest node has {largest:g}: lower its resources"
-    for name in sorted({name for actor in plan.actors for name in actor.resources.custom}):
-        needed, offered = sum(a.resources.custom.get(name, 0.0) for a in plan.actors), capacity.custom.get(name, 0.0)
-        if needed > offered + 1e-9:
-            yield f"resources.custom: the plan needs {needed:g} {name}, {capacity.what} has {offered:g}: {remedy}"
-    if plan.memory_gib > capacity.memory_gib:
-        yield (
-            f"memory: the plan needs about {plan.memory_gib:.1f} GiB ({makers}, trainer), "
-            f"{capacity.what} has {capacity.memory_gib:.1f}: {remedy}"
-        )
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -130,10 +95,7 @@ def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelIn
         memory = _rank_memory(trainer, model, past_versions(config) if role == POLICY else 0)
         kind = "trainer" if role == POLICY else "critic"
         actors.append(PlannedActor(f"trainer/{role}", kind, service, RUNTIME_GIB["service"]))
-        actors += [
-            PlannedActor(f"trainer/{role}/rank/{index}", "rank", trainer.resources, memory)
-            for index in range(ranks_of(trainer))
-        ]
+        actors += [PlannedActor(name, "rank", trainer.resources, memory) for name in rank_names(role, trainer)]
     for group, maker in config.makers.items():
         memory = _maker_memory(maker, own_models.get(group, model))
         actors += [
@@ -145,6 +107,7 @@ def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelIn
         arithmetic=_arithmetic(config),
         worst_case_staleness=worst_case_staleness(config),
         warnings=tuple(_warnings(config)),
+        groups=bundle_groups(config),
     )
 
 
@@ -201,6 +164,14 @@ def _warnings(config: RunConfig) -> Iterator[str]:
         )
     if config.checkpoint.every is None and not config.checkpoint.at_end:
         yield "checkpoint: nothing will be saved"
+
+
+def _idle_gpus(plan: Plan, capacity: Capacity) -> Iterator[str]:
+    if capacity.gpus and not plan.gpus:
+        yield (
+            f"resources: {capacity.what} has {capacity.gpus:g} GPUs and nothing asks for one, so everything runs on CPUs: "
+            "set makers.*.resources.gpus and trainers.*.resources.gpus"
+        )
 
 
 def _rank_memory(trainer: RanksConfig, model: ModelInfo, past: int) -> float:

@@ -36,5 +36,14 @@ def ranks_of(trainer: RanksConfig) -> int:
     return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
 
 
+def rank_names(role: str, trainer: RanksConfig) -> list[str]:
+    return [f"trainer/{role}/rank/{index}" for index in range(ranks_of(trainer))]
+
+
+def tensor_parallel_of(trainer: RanksConfig) -> int:
+    """Ranks next to each other that exchange activations in every layer."""
+    return trainer.backend.tensor_parallel if isinstance(trainer.backend, MegatronBackend) else 1
+
+
 def stages_of(config: RunConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stage_of(maker, group) for group, maker in config.makers.items()))

@@ -97,7 +97,9 @@ class MegatronBackend(Strict):
     pipeline_parallel: int = Field(1, ge=1)
     context_parallel: int = Field(1, ge=1)
     data_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1, description="Of the data-parallel ranks: how many share out the experts.")
+    expert_parallel: int = Field(
+        1, ge=1, description="Ranks that share out the experts of a layer: they are tensor, context and data ranks."
+    )
     sequence_parallel: bool = Field(False, description="Split norms and dropout along the sequence over tensor ranks.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of parameters; main parameters are float32.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Packed tokens of one forward and backward.")

@@ -15,6 +15,7 @@ import numpy as np
 from trainers.batch import StepPlan, StepRows, plan_step
 from trainers.config import CriticConfig, MegatronBackend
 from trainers.learner import RankValues, StepResult
+from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 
 
@@ -27,7 +28,7 @@ class Critic:
         self._last: StepResult | None = None
 
     async def values(self, rows: StepRows, references: Sequence[Any]) -> list[np.ndarray]:
-        answers: list[RankValues] = await self._ranks.call("values", self._plan(rows), *references)
+        answers: list[RankValues] = await self._ranks.call(TrainerRank.values, self._plan(rows), *references)
         # Ranks of one data-parallel rank all say the same; of different ones, each has the samples that the others lack.
         parts = {answer.data_parallel_rank: answer.rows for answer in answers}
         return [np.sum(row, axis=0) for row in zip(*parts.values(), strict=True)]
@@ -36,15 +37,14 @@ class Critic:
         self, rows: StepRows, labels: Mapping[str, tuple[np.ndarray, ...]], references: Sequence[Any]
     ) -> StepResult:
         plan = replace(self._plan(rows), labels=labels)
-        results: list[StepResult] = await self._ranks.call("train_step", plan, *references)
-        result = results[0]
+        result: StepResult = await self._ranks.call(TrainerRank.train_step, plan, *references)
         if result.optimizer_steps == plan.optimizer_steps:  # a minibatch without a token is no failure
             result = replace(result, skipped=None)
         self._last = result
         return result
 
     async def save(self, folder: str) -> None:
-        await self._ranks.call("save", folder)
+        await self._ranks.call(TrainerRank.save, folder)
 
     def status(self) -> dict[str, Any]:
         """Step, loss and gradient norm of the last training; empty before the first."""

@@ -78,6 +78,12 @@ class Learner(Protocol):
     def export_huggingface(self, folder: Path) -> None:
         """Write the current policy as a folder that `transformers` and vLLM load."""
 
+    def offload(self) -> None:
+        """Give device memory back: weights and optimizer state go to CPU memory, where there is a device."""
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+
     def close(self) -> None:
         """Leave the process group."""
 

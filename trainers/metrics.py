@@ -201,7 +201,7 @@ def _critic(trained: Trained, seconds: Mapping[str, float]) -> dict[str, Scalar]
 
 
 def _seconds(seconds: Mapping[str, float], work: MakerWork) -> dict[str, Scalar]:
-    trainer = ("wait_for_batch", "train", "publish", "evaluate", "checkpoint", "step")
+    trainer = ("wait_for_batch", "train", "publish", "hand_over", "evaluate", "checkpoint", "step")
     figures: dict[str, Scalar] = {f"time/{name}": seconds.get(name, 0.0) for name in trainer}
     makers = {"generate": work.generate, "score": work.score, "sync": work.sync, "sync_pause": work.sync_pause}
     return figures | {f"time/{name}": value for name, value in makers.items()}

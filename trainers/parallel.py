@@ -35,11 +35,18 @@ def unsupported(
             reasons.append(
                 f"expert_parallel: {experts_over} does not divide the model's {experts} experts: use {_divisors(experts)}"
             )
-        if backend.data_parallel % experts_over:
+        sharing = tensor * backend.context_parallel * backend.data_parallel  # the ranks of one pipeline stage
+        if sharing % experts_over:
             reasons.append(
-                f"expert_parallel: {experts_over} does not divide data_parallel {backend.data_parallel}, whose ranks "
-                f"share out the experts: use {_divisors(backend.data_parallel)}"
+                f"expert_parallel: {experts_over} does not divide the {sharing} ranks that share out the experts "
+                f"(tensor_parallel {tensor} x context_parallel {backend.context_parallel} x data_parallel "
+                f"{backend.data_parallel}): use {_divisors(sharing)}"
             )
+    if experts and tensor > 1 and not backend.sequence_parallel:
+        reasons.append(
+            f"sequence_parallel: experts need it with tensor_parallel {tensor}, whose ranks would else send every token "
+            "to them once each: set sequence_parallel: true"
+        )
     split = backend.context_parallel * (tensor if backend.sequence_parallel else 1)
     if backend.micro_batch_tokens < split:
         reasons.append(

@@ -1,7 +1,8 @@
 """One process of a trainer: builds the learner that its config names and answers the calls of the rank group.
 
-Methods are plain, synchronous and collective. Importing this module imports neither torch nor Megatron; the starter of
-the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory and compiler runs on CPU.
+Methods are plain, synchronous and collective; those that the controller calls say how. Importing this module imports
+neither torch nor Megatron; the starter of the process sets `TORCHDYNAMO_DISABLE=1` in its environment, which saves memory
+and compiler runs on CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainers.batch import Columns, StepPlan
 from trainers.config import CriticConfig, MegatronBackend, TrainerConfig
+from trainers.dispatch import first_result, function
 from trainers.learner import Learner, RankValues, Rendezvous, StepResult, ValueLearner
 
 if TYPE_CHECKING:
@@ -61,15 +63,18 @@ class TrainerRank:
         torch.set_num_threads(self._config.threads)
         self.learner.start()
 
+    @function(dispatch="all", execute="all", collect=first_result)
     def train_step(self, plan: StepPlan, *rollouts: Columns) -> StepResult:
         """`rollouts` are the columns of stage `rollout`, one argument for each row of the plan, in its order."""
         return self.learner.train_step(plan, rollouts)
 
+    @function(dispatch="all", execute="all")
     def values(self, plan: StepPlan, *rollouts: Columns) -> RankValues:
         """Of a critic: `rollouts` as for `train_step`."""
         learner: ValueLearner = self.learner  # type: ignore[assignment]
         return learner.values(plan, rollouts)
 
+    @function(dispatch="all", execute="all", collect=first_result)
     def export(self, version: int) -> tuple[Manifest | np.ndarray, ...]:
         """The current policy as (manifest, bucket, ..., bucket), the buckets uint8. Raises NonFiniteWeights."""
         from weights.packing import pack
@@ -85,6 +90,7 @@ class TrainerRank:
         assert self._num_buckets is not None
         return self._num_buckets
 
+    @function(dispatch="all", execute="all")
     def save(self, folder: str) -> None:
         self.learner.save(Path(folder))
 
@@ -93,6 +99,12 @@ class TrainerRank:
 
     def export_huggingface(self, folder: str) -> None:
         self.learner.export_huggingface(Path(folder))
+
+    def offload(self) -> None:
+        self.learner.offload()
+
+    def onload(self) -> None:
+        self.learner.onload()
 
     def close(self) -> None:
         self.learner.close()

@@ -105,6 +105,11 @@ class Stepper:
         full = len(self._past) == self._past_versions
         self._past[version] = self._policy.snapshot(self._past.pop(next(iter(self._past))) if full else None)
 
+    def move_snapshots(self, device: torch.device) -> None:
+        """The remembered weights, all of them, to the memory of a device."""
+        for snapshot in (self._start_weights or {}, *self._past.values()):
+            snapshot.update({name: tensor.to(device) for name, tensor in snapshot.items()})
+
 
 class _Step:
     """The state of one step while it runs."""
@@ -160,7 +165,7 @@ class _Step:
             parts = choose_samples(groups, version, self.policy.data_parallel_rank, ranks, PROBE_TOKENS)
             batches = [pack(groups, parts, self.plan.minibatches[0].totals, share_prompt=self.policy.share_prompt)]
             figures = MetricSums()
-            for packed, log_probs in zip(batches, self.policy.log_probs(batches, past[version]), strict=False):
+            for packed, log_probs in zip(batches, self.policy.log_probs(batches, past[version]), strict=True):
                 self._compare(figures, log_probs, packed, version)
             self._add(figures)
         if self.plan.version is not None:
@@ -239,7 +244,7 @@ class _Step:
     def _result(self, minibatches: list[list[PackedBatch]]) -> StepResult:
         packed = sum(batch.token_ids.size for batches in minibatches for batch in batches)
         reduced, _ = self.policy.reduce({"packed": torch.tensor(float(packed))}, {})
-        if self.skipped and self.failures_folder is not None and self.policy.data_parallel_rank == 0:
+        if self.skipped and self.failures_folder is not None:
             save_batch(self.failures_folder / f"step-{self.plan.step:06d}.npz", self.plan, self.rollouts)
         sums = {name: float(value) for name, value in self.figures.sums.items()}
         maxima = {name: float(value) for name, value in self.figures.maxima.items()}

@@ -69,8 +69,7 @@ class TorchLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """A tied output layer is no parameter of its own, so it is not named."""
-        for name, parameter in self.policy.model.named_parameters():
-            yield name, parameter.detach()
+        yield from self.policy.by_folder_name({n: p.detach() for n, p in self.policy.model.named_parameters()})
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +86,16 @@ class TorchLearner:
 
     def export_huggingface(self, folder: Path) -> None:
         save_huggingface(folder, self.weights(), self._model_path, write=True)
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.policy.device)
+
+    def _move(self, device: torch.device) -> None:
+        self._stepper.move_snapshots(device)
+        self.policy.move(device)
 
     def close(self) -> None:
         """There is no group to leave."""
@@ -136,9 +145,13 @@ class TorchPolicy:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The accumulated gradients by Hugging Face name."""
-        for name, parameter in self.model.named_parameters():
-            assert parameter.grad is not None
-            yield name, parameter.grad.clone()
+        yield from self.by_folder_name({n: p.grad.clone() for n, p in self.model.named_parameters()})
+
+    def by_folder_name(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """From the parameters' names to those of the checkpoint folder: transformers stacks the experts of a layer."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        yield from revert_weight_conversion(self.model, tensors).items()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -151,6 +164,15 @@ class TorchPolicy:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
+
+    def move(self, device: torch.device) -> None:
+        """The model without its gradients, and the optimizer's state. Not yet run on a GPU."""
+        self._optimizer.zero_grad()
+        self.model.to(device)
+        for state in self._optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _load(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM

@@ -30,11 +30,13 @@ from trainers.learner import StepResult
 from trainers.metrics import MetricsBuilder, StepRecord
 from trainers.planner import Batch, StepPlanner
 from trainers.ports import Deadlines, Evaluation, MakerStatuses, Publisher, RowSource, Schedule, ValueModel
+from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 from trainers.recorder import Recorder
 from trainers.rows_writer import RowsWriter
 from trainers.stopwatch import Stopwatch
 from trainers.training import BatchTraining, NotTrained, Trained
+from trainers.turns import Holder, Turns
 
 T = TypeVar("T")
 MAKERS_PATIENCE = 5.0  # seconds that a step waits for news of the makers
@@ -54,7 +56,8 @@ class Progress:
 class Trainer:
     """See the module. `max_age`: the bound that the buffer's settings promise, in published versions.
 
-    `start_step` is the step of the checkpoint that the ranks were restored from, or 0.
+    `start_step` is the step of the checkpoint that the ranks were restored from, or 0. `turns`: where makers share the
+    devices of the ranks, who have them while they train and write a checkpoint, and until they have published.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Trainer:
         critic: ValueModel | None = None,
         evaluation: Evaluation | None = None,
         rows_writer: RowsWriter | None = None,
+        turns: Turns | None = None,
         start_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,6 +98,7 @@ class Trainer:
         self._max_age = max_age
         self._evaluation = evaluation
         self._rows_writer = rows_writer
+        self._turns = turns
         self._clock = clock
         self._watch = Stopwatch(clock)
         self._training = BatchTraining(planner, ranks, critic, self._watch)
@@ -167,6 +172,7 @@ class Trainer:
     async def _attempt(self) -> None:
         """One batch of rows: sample, train, publish, tell; or skip it."""
         step = self._progress.step + 1
+        await self._hand_to("makers")
         try:
             with self._phase("wait_for_batch"):
                 batch = await self._batch()
@@ -176,6 +182,7 @@ class Trainer:
             return
         if batch is None:
             return
+        await self._hand_to("ranks")
         try:
             with self._phase("train"):
                 trained = await self._training.train(batch, step, self._exact_version())
@@ -280,6 +287,7 @@ class Trainer:
     async def _evaluate(self, evaluation: Evaluation) -> None:
         step, version = self._progress.step, self._progress.version
         assert version is not None
+        await self._hand_to("makers")
         with self._phase("evaluate"):
             asked = self._rows.evaluate(
                 evaluation.prompts,
@@ -302,6 +310,7 @@ class Trainer:
     async def _checkpoint(self, required: bool) -> None:
         """Write a checkpoint. One that fails is an event, and an error when it is `required`."""
         step, version = self._progress.step, self._progress.version
+        await self._hand_to("ranks")
         with self._phase("checkpoint"):
             cursor = await self._within(self._deadlines.call, "rows.cursor", self._rows.cursor())
             meta = {"step": step, "version": version, "prompt_cursor": cursor, "steps": self._config.steps}
@@ -317,7 +326,7 @@ class Trainer:
         self._recorder.event("checkpoint", step=step, folder=str(checkpoint.path))
 
     async def _save_ranks(self, folder: Path) -> None:
-        await self._ranks.call("save", str(folder / RANKS_FOLDER))
+        await self._ranks.call(TrainerRank.save, str(folder / RANKS_FOLDER))
         _require(folder / RANKS_FOLDER)
 
     async def _save_critic(self, folder: Path) -> None:
@@ -349,6 +358,15 @@ class Trainer:
             await self._within(self._deadlines.call, "recorder.close", asyncio.to_thread(self._recorder.close))
         except Exception as error:  # a chart service that cannot be reached costs its last points, not the run
             self._recorder.event("charts_not_closed", step=self._progress.step, cause=str(error))
+
+    async def _hand_to(self, holder: Holder) -> None:
+        """Where makers share the devices of the ranks: who is to have them now."""
+        if self._turns is None or self._turns.holder == holder:
+            return
+        begun = self._clock()
+        with self._phase("hand_over"):
+            await self._turns.hand_to(holder)
+        self._recorder.event("hand_over", step=self._progress.step, to=holder, seconds=self._clock() - begun)
 
     def _phase(self, name: str) -> Any:
         self._enter(name)

@@ -18,6 +18,7 @@ from trainers.estimates import Estimates
 from trainers.learner import StepResult
 from trainers.planner import Batch, StepPlanner
 from trainers.ports import ValueModel
+from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 from trainers.stopwatch import Stopwatch
 
@@ -73,8 +74,8 @@ class BatchTraining:
         return trained
 
     async def _train_policy(self, plan: StepPlan, references: Sequence[Any]) -> Trained:
-        results: list[StepResult] = await self._ranks.call("train_step", plan, *references)
-        return Trained(plan, results[0])
+        result: StepResult = await self._ranks.call(TrainerRank.train_step, plan, *references)
+        return Trained(plan, result)
 
     async def _train_both(
         self, critic: ValueModel, batch: Batch, step: int, version: int | None, references: Sequence[Any]

@@ -265,6 +265,7 @@ def _load_in_worker(worker: Any, weights: Weights) -> str | None:
     try:
         worker.reload_weights(weights_iterator=list(weights.items()))
         _refresh_tied_head(model, worker.model_config.hf_config)
+        _repack_experts(model)
     except Exception as error:
         # vLLM leaves half the modules on the meta device; a later load would fail or, worse, mix old pieces in.
         for module in model.modules():
@@ -291,3 +292,16 @@ def _refresh_tied_head(model: Any, hf_config: Any) -> None:
         for module in model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: Any) -> None:
+    """Bring experts into the layout that vLLM's CPU kernel multiplies, which it does at the first load only.
+
+    A reload leaves them as they came, and the kernel would read rows of one as pieces of another.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and isinstance(kernel.fused_experts, CPUUnquantizedExperts):
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from trainers.packing import GroupBatch, pack
 from trainers.rank import TrainerRank
 from weights.packing import unpack
 
-FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
+FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe")
 TOLERANCE = 1e-5  # relative, in float32
 
 pytestmark = pytest.mark.timeout(120)
@@ -347,9 +348,9 @@ def test_a_model_that_megatron_cannot_represent_is_refused_with_the_reason(chang
         pass
 
 
-def test_pipeline_parallelism_is_refused_before_any_process_meets_another():
-    config = TrainerConfig(algorithm={"type": "grpo"}, backend={"type": "megatron", "pipeline_parallel": 2}, steps=1)
-    meeting = Rendezvous(rank=0, world_size=2, address="127.0.0.1:1", timeout=1.0)
-
-    with pytest.raises(ValueError, match="pipeline_parallel is 2: the megatron backend trains with 1"):
-        TrainerRank(config, model_path=str(resolve_model("tiny-llama")), rendezvous=meeting, bucket_bytes=1, seed=0)
+def test_exports_leave_nothing_on_the_parameters_that_a_backward_pass_would_run(rows):
+    with rank("megatron") as made:
+        weights(made)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
+            made.train_step(plan(rows), *rows)

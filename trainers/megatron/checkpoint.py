@@ -108,8 +108,10 @@ def fingerprint(hf_config: Any) -> dict[str, Any]:
         "num_attention_heads",
         "num_key_value_heads",
         "tie_word_embeddings",
+        "num_experts",
+        "moe_intermediate_size",
     )
-    return {name: getattr(hf_config, name) for name in names}
+    return {name: getattr(hf_config, name) for name in names if hasattr(hf_config, name)}
 
 
 def _sharded_state(model: Any, optimizer: Any, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:

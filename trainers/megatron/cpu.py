@@ -14,6 +14,7 @@ import functools
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,9 @@ def install() -> None:
         if name.startswith(_PACKAGES) and getattr(module, "__dict__", {}).get("torch") is torch:
             module.torch = substitute  # type: ignore[attr-defined]
     _patch_random_state()
+    _patch_experts()
     _patch_tensor_methods()
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 @functools.cache
@@ -104,6 +107,17 @@ def _patch_random_state() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _patch_experts() -> None:
+    """Routing looks for Transformer Engine's matrix product, which is no name without it, and copies counts to the host."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def as_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    token_dispatcher.maybe_move_tensor_to_cpu = as_on_host
 
 
 def _patch_tensor_methods() -> None:

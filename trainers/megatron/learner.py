@@ -21,7 +21,7 @@ from trainers.batch import Columns, StepPlan
 from trainers.config import CriticConfig, MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import Rendezvous, StepResult
-from trainers.megatron import checkpoint, cpu, optimizer
+from trainers.megatron import checkpoint, cpu, offload, optimizer
 from trainers.megatron.layout import place
 from trainers.megatron.model import (
     PolicyModel,
@@ -62,8 +62,8 @@ class MegatronLearner:
         self._seed = seed
         self._algorithm = build_algorithm(config.algorithm)
         self._hf_config = read_config(model_path)
-        self._past_versions = past_versions
         check_layout(config.backend, self._hf_config)
+        self._past_versions = past_versions
         self._failures_folder = failures_folder
 
     def start(self) -> None:
@@ -104,6 +104,14 @@ class MegatronLearner:
 
     def export_huggingface(self, folder: Path) -> None:
         save_huggingface(folder, self.weights(), self._model_path, write=self._rendezvous.rank == 0)
+
+    def offload(self) -> None:
+        offload.offload(self.policy.model, self.policy.optimizer)
+        self._stepper.move_snapshots(torch.device("cpu"))
+
+    def onload(self) -> None:
+        offload.onload(self.policy.model, self.policy.optimizer)
+        self._stepper.move_snapshots(self.policy.device)
 
     def close(self) -> None:
         leave()

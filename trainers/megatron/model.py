@@ -27,12 +27,18 @@ from torch import Tensor
 from trainers.config import MegatronBackend
 from trainers.megatron.attention import PackedLayout, SegmentAttention
 from trainers.megatron.context import StripedAttention, put_together
+from trainers.megatron.moe import SequentialExpertsBridge, set_experts_apart
 from trainers.megatron.norm import Norm
 from trainers.megatron.process_group import all_ranks_together
 from trainers.megatron.vocab import VocabShard, log_probs
 from trainers.parallel import unsupported
 
-FAMILIES: dict[str, type[Bridge]] = {"llama": LLaMABridge, "qwen2": Qwen2Bridge, "qwen3": Qwen3Bridge}
+FAMILIES: dict[str, type[Bridge]] = {
+    "llama": LLaMABridge,
+    "qwen2": Qwen2Bridge,
+    "qwen3": Qwen3Bridge,
+    "qwen3_moe": SequentialExpertsBridge,
+}
 _LOCAL_NORMS = {
     "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
     "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
@@ -103,6 +109,8 @@ def read_config(folder: Path) -> Any:
         (config.model_type != "qwen2" and getattr(config, "attention_bias", False), "attention_bias"),
         (getattr(config, "mlp_bias", False), "mlp_bias"),
         (config.hidden_act != "silu", f"activation {config.hidden_act}"),
+        (getattr(config, "decoder_sparse_step", 1) != 1, "layers without experts (decoder_sparse_step)"),
+        (bool(getattr(config, "mlp_only_layers", None)), "layers without experts (mlp_only_layers)"),
     ):
         if refused:
             raise ValueError(f"{folder}: the megatron backend does not support {reason} for {config.model_type}")
@@ -120,7 +128,8 @@ def check_layout(backend: MegatronBackend, hf_config: Any) -> None:
         layers=hf_config.num_hidden_layers,
         heads=hf_config.num_attention_heads,
         kv_heads=hf_config.num_key_value_heads,
-        intermediate=hf_config.intermediate_size,
+        intermediate=getattr(hf_config, "moe_intermediate_size", hf_config.intermediate_size),
+        experts=getattr(hf_config, "num_experts", 0),
     )
     if reasons:
         raise ValueError("; ".join(f"backend.{reason}" for reason in reasons))
@@ -167,12 +176,15 @@ def build_model(bridge: Bridge, kind: type[PolicyModel] = PolicyModel) -> Policy
     model.vocab_size = hf_config.vocab_size
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    set_experts_apart(model)
     return model.to(bridge.dtype)
 
 
 def block_spec(config: Any) -> TransformerBlockSubmodules:
     """Megatron's plain-torch layers with our attention, and norms that work with sequence parallelism."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules

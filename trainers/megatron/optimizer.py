@@ -1,9 +1,11 @@
 """Megatron's optimizer over DDP, and what it takes to use it with torch's Adam.
 
-Without Transformer Engine or Apex its checkpoints have four faults. The distributed optimizer's state cannot be read
+Without Transformer Engine or Apex its checkpoints have five faults. The distributed optimizer's state cannot be read
 before the first step (`materialise_state`), its step cannot be loaded (`_set_main_state`), and after loading all
 parameters share one step tensor, so that Adam's step grows by the number of parameters each time (`load_state`). The
-other optimizers leave out the step while it is 0 (`load_state`).
+other optimizers leave out the step while it is 0 (`load_state`). And where the gradients lie in several buckets, as with
+tied embeddings over pipeline stages, the distributed optimizer cuts the padding off each bucket when it gathers its state,
+but looks for the parameters where they are with the padding: it would save shifted values (`wrap` counts the padding in).
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ def wrap(model: Any, *, distributed_optimizer: bool) -> DistributedDataParallel:
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, check_for_nan_in_grad=False
     )
-    return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+    wrapped = DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+    for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+    return wrapped
 
 
 def build_optimizer(
@@ -89,9 +96,10 @@ def materialise_state(optimizer: Any) -> None:
 
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Load a state that was read from a checkpoint."""
-    per_parameter = state.get("optimizer", state).get("state")
-    if per_parameter is not None:
-        per_parameter.setdefault("common_step", torch.zeros((), dtype=torch.float32))
+    for part in state.values() if len(_parts(optimizer)) > 1 else [state]:  # experts have an optimizer of their own
+        per_parameter = part.get("optimizer", part).get("state")
+        if per_parameter is not None:
+            per_parameter.setdefault("common_step", torch.zeros((), dtype=torch.float32))
     optimizer.load_state_dict(state)
     for inner in _parts(optimizer):
         for parameter in _parameters(inner):

@@ -36,6 +36,8 @@ def join(rendezvous: Rendezvous, backend: MegatronBackend, seed: int) -> None:
         pipeline_model_parallel_size=backend.pipeline_parallel,
         context_parallel_size=backend.context_parallel,
         expert_model_parallel_size=backend.expert_parallel,
+        # Experts that are shared out stay whole; else tensor parallelism splits them as it splits every layer.
+        expert_tensor_parallel_size=1 if backend.expert_parallel > 1 else backend.tensor_parallel,
     )
     model_parallel_cuda_manual_seed(seed)
 

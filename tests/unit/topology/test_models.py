@@ -103,7 +103,7 @@ def test_the_process_that_comes_second_takes_the_folder_of_the_first(tmp_path, m
 def test_model_info_counts_the_parameters_of_a_tiny_model_exactly(family):
     from safetensors import safe_open
 
-    folder = resolve_model(f"tiny-{family}")
+    folder = resolve_model(f"tiny-{family.replace('_', '-')}")
     info = model_info(folder)
     with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         count = sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from topology.capacity import Capacity, Node
 from topology.config import ConfigError, RunConfig, load_config
 from topology.models import ModelInfo
-from topology.plan import Capacity, make_plan
+from topology.plan import make_plan
 
 SMOL = ModelInfo(
     family="llama",
@@ -23,8 +24,18 @@ SMOL = ModelInfo(
     max_positions=8192,
     parameters=134_515_008,
     has_chat_template=True,
+    experts=0,
+    expert_intermediate=0,
 )
-ROOMY = Capacity(cpus=64, gpus=0, memory_gib=256, what="this machine")
+ROOMY = Capacity("this machine", (Node("here", cpus=64, gpus=0, memory_gib=256),))
+
+
+def cluster(*nodes: Node) -> Capacity:
+    return Capacity("the cluster at 10.0.0.1:6379", nodes)
+
+
+def node(name: str = "a", cpus: float = 64, gpus: float = 0, memory_gib: float = 256, **custom: float) -> Node:
+    return Node(name, cpus, gpus, memory_gib, custom)
 
 
 def demo(*overrides: str) -> RunConfig:
@@ -102,7 +113,7 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
                 "trainers.policy.algorithm={type: ppo, kl_coef: 0}",
                 "trainers.critic={backend: {type: torch}, minibatches: 5, optimizer: {warmup_steps: 99}}",
             ),
-            "(?s)trainers.critic.minibatches: 12 groups_per_step .*trainers.critic.optimizer.warmup_steps: 99 is more than",
+            "(?s)trainers.critic.minibatches: 12 groups_per_step .*trainers.critic.optimizer.warmup_steps: 99 is more",
         ),
         (
             ("makers.other={kind: rollout, sampling: {n: 4, max_tokens: 8}}",),
@@ -153,16 +164,15 @@ def test_a_model_family_that_megatron_cannot_load_is_refused_with_the_supported_
 
 
 def test_more_actors_than_the_cluster_holds_are_refused_with_the_sum() -> None:
-    small = Capacity(cpus=4, gpus=0, memory_gib=256, what="the cluster at 10.0.0.1:6379")
     with pytest.raises(
-        ConfigError, match=r"needs 6\.1 CPUs \(5 x rollout, 1 x reward, trainer\), the cluster at .* has 4"
+        ConfigError, match=r"needs 6\.1 CPUs \(5 x rollout, 1 x reward, 1 x policy rank\), the cluster at .* has 4"
     ):
-        make_plan(demo("makers.rollout.replicas=5"), SMOL, small)
+        make_plan(demo("makers.rollout.replicas=5"), SMOL, cluster(node(cpus=4)))
 
 
 def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory: the plan needs about .* GiB .* this machine has 8\.0"):
-        make_plan(demo("makers.rollout.replicas=20"), SMOL, replace(ROOMY, memory_gib=8))
+        make_plan(demo("makers.rollout.replicas=20"), SMOL, Capacity(ROOMY.what, (node(memory_gib=8),)))
 
 
 def test_key_value_heads_are_shared_out_or_repeated() -> None:
@@ -176,9 +186,9 @@ def test_key_value_heads_are_shared_out_or_repeated() -> None:
 
 
 def test_an_engine_has_as_many_gpus_as_processes_or_a_part_of_one() -> None:
-    cluster = replace(ROOMY, gpus=8)
-    make_plan(demo("makers.rollout.engine.tensor_parallel=3", "makers.rollout.resources.gpus=3"), SMOL, cluster)
-    make_plan(demo("makers.rollout.resources.gpus=0.5"), SMOL, cluster)
+    gpus = cluster(node(gpus=8))
+    make_plan(demo("makers.rollout.engine.tensor_parallel=3", "makers.rollout.resources.gpus=3"), SMOL, gpus)
+    make_plan(demo("makers.rollout.resources.gpus=0.5"), SMOL, gpus)
 
 
 def test_a_reference_with_fewer_positions_than_a_row_may_have_is_refused() -> None:
@@ -201,7 +211,7 @@ def test_a_reference_counts_with_its_own_model_or_the_runs() -> None:
 
 def test_an_actor_that_fits_on_no_single_node_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="maker/rollout/0 needs 8 CPUs, the largest node has 4"):
-        make_plan(demo("makers.rollout.resources.cpus=8"), SMOL, replace(ROOMY, node_cpus=4))
+        make_plan(demo("makers.rollout.resources.cpus=8"), SMOL, cluster(*[node(cpus=4)] * 3))
 
 
 def test_gpus_that_are_not_there_are_refused() -> None:
@@ -213,4 +223,4 @@ def test_a_custom_resource_that_no_cluster_offers_is_refused_and_one_that_is_the
     config = demo("makers.reward.resources={custom: {verifier: 2}}")
     with pytest.raises(ConfigError, match=r"resources.custom: the plan needs 2 verifier, this machine has 0"):
         make_plan(config, SMOL, ROOMY)
-    assert make_plan(config, SMOL, replace(ROOMY, custom={"verifier": 2.0})).cpus == 3
+    assert make_plan(config, SMOL, cluster(node(verifier=2.0))).cpus == 3

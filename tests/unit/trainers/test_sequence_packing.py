@@ -7,7 +7,7 @@ import pytest
 
 from tests.rollouts import rollout_columns
 from trainers.batch import Part, StepPlan, Totals
-from trainers.packing import GroupBatch, Segment, check_rollouts, pack
+from trainers.packing import GroupBatch, Segment, check_rollouts, pack, padded
 
 TOTALS = Totals(tokens=6, samples=3, max_response_tokens=4)
 COLUMNS = {
@@ -61,6 +61,17 @@ def test_an_empty_micro_batch_is_one_token_without_targets():
     assert batch.token_ids.tolist() == [0]
     assert batch.segments == (Segment(1, ()),)
     assert batch.targets.size == batch.logit_rows.size == batch.advantages.size == 0
+
+
+def test_rows_are_filled_up_by_a_segment_without_targets():
+    batch = pack([GROUP], (Part(0, (0, 1, 2)),), TOTALS, share_prompt=True)
+    filled = padded(batch, 4)
+
+    assert filled.token_ids.tolist() == [10, 11, 20, 21, 40, 0, 0, 0]
+    assert filled.positions.tolist() == [0, 1, 2, 3, 2, 0, 1, 2]
+    assert filled.segments == (Segment(2, (2, 0, 1)), Segment(3, ()))
+    assert filled.logit_rows is batch.logit_rows
+    assert padded(batch, 5) is batch
 
 
 def test_advantages_may_be_given_per_token():
