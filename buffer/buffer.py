@@ -123,6 +123,14 @@ class Buffer:
         """Revokes the maker's leases at once; told again, or of a maker that is not attached, it does nothing."""
         self._dispatcher.died(name, cause)
 
+    async def unroute(self, makers: Sequence[str]) -> None:
+        """No new rows for these makers until `route`; returns when they have finished those they have."""
+        await asyncio.gather(*(self._dispatcher.unroute(name) for name in makers))
+
+    def route(self, makers: Sequence[str]) -> None:
+        for name in makers:
+            self._dispatcher.route(name)
+
     # The trainer
 
     def published(self, version: int) -> None:
@@ -235,7 +243,7 @@ class Buffer:
             "prompts": {
                 "cursor": self.cursor,
                 "finished": self._prompts_finished,
-                "oldest_unfinished": self._table.oldest_unfinished,
+                "oldest_unfinished": self.oldest_unfinished,
             },
             "fatal": self.fatal.cause,
         }
@@ -244,6 +252,11 @@ class Buffer:
     def cursor(self) -> int:
         """Prompts taken from the source."""
         return self._prompts.cursor
+
+    @property
+    def oldest_unfinished(self) -> int:
+        """Where the prompts of a resumed run begin: at the oldest row that is neither trained nor dropped."""
+        return self._table.oldest_unfinished
 
     async def close(self) -> None:
         """Revokes every lease; whoever waits for rows is told."""

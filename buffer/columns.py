@@ -2,11 +2,13 @@
 
 Columns are flat numpy arrays by name, one dict for one stage of one row; offsets say where each sample begins. A maker checks
 what it made with `validate_answer` before it answers, so an error carries the row and sample it belongs to.
-`rollout` and `reward` have the schemas below; the columns of any other stage are flat numeric arrays of its own choice.
+`rollout`, `reward` and `reference` have the schemas below; the columns of any other stage are flat numeric arrays of its
+own choice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -21,6 +23,8 @@ Columns = dict[str, np.ndarray]
 MAX_LOGPROB = 1e-4
 
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = 0, 1
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).smallest_subnormal)  # finite, above 0
+NO_INPUTS: Mapping[str, Columns] = {}
 
 
 class Column(NamedTuple):
@@ -39,14 +43,22 @@ ROLLOUT: Mapping[str, Column] = {
 }
 REWARD: Mapping[str, Column] = {"rewards": Column(np.float32, "sample")}
 REWARD_FUNCTION = Column(np.float32, "sample")  # of a column named `reward/NAME`, unweighted
+REFERENCE: Mapping[str, Column] = {
+    "reference_logprobs": Column(np.float32, "response token"),  # of a frozen policy, at the row's `temperatures`
+}
 
 
 def nbytes(columns: Mapping[str, np.ndarray]) -> int:
     return sum(array.nbytes for array in columns.values())
 
 
-def validate_columns(lease: Lease, columns: Mapping[str, np.ndarray], samples: int) -> None:
-    """Raises ValueError, with row, stage, column, sample and numbers, unless these are the lease's columns."""
+def validate_columns(
+    lease: Lease, columns: Mapping[str, np.ndarray], samples: int, inputs: Mapping[str, Columns] = NO_INPUTS
+) -> None:
+    """Raises ValueError, with row, stage, column, sample and numbers, unless these are the lease's columns.
+
+    `inputs` are the columns, by stage, that they were made from.
+    """
     try:
         _check_arrays(columns)
         if lease.stage == "rollout":
@@ -56,16 +68,21 @@ def validate_columns(lease: Lease, columns: Mapping[str, np.ndarray], samples: i
             functions = {name: REWARD_FUNCTION for name in columns if name.startswith("reward/")}
             _check_schema(columns, {**REWARD, **functions})
             _check_rewards(columns, samples)
+        elif lease.stage == "reference":
+            _check_schema(columns, REFERENCE)
+            _check_reference(columns, inputs)
     except ValueError as error:
         raise ValueError(f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage}: {error}") from None
 
 
-def validate_answer(lease: Lease, produced: Produced, columns: Mapping[str, np.ndarray]) -> None:
+def validate_answer(
+    lease: Lease, produced: Produced, columns: Mapping[str, np.ndarray], inputs: Mapping[str, Columns] = NO_INPUTS
+) -> None:
     """`validate_columns` for the samples the lease asks for; and what `produced` says of the columns must be true.
 
     The table, which never sees columns, goes by `produced`: its ages and bytes are only as good as this.
     """
-    validate_columns(lease, columns, lease.samples)
+    validate_columns(lease, columns, lease.samples, inputs)
     told: dict[str, int | None] = {"samples": produced.samples, "nbytes": produced.nbytes}
     found: dict[str, int | None] = {"samples": lease.samples, "nbytes": nbytes(columns)}
     if lease.stage == "rollout":
@@ -106,28 +123,44 @@ def _check_rollout(columns: Mapping[str, np.ndarray], samples: int, min_version:
     if len(columns["prompt_ids"]) == 0:
         raise ValueError("prompt_ids is empty")
     for name in ("prompt_ids", "response_ids"):
-        _require(columns[name] >= 0, columns[name], name, "a token id is >= 0")
+        _require_between(columns[name], name, "a token id is >= 0", 0)
     logprobs, versions = columns["behaviour_logprobs"], columns["policy_versions"]
-    good = np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)
-    _require(good, logprobs, "behaviour_logprobs", "a log-prob is finite and <= 0", offsets)
-    _require(versions >= min_version, versions, "policy_versions", f"the lease needs {min_version} or newer", offsets)
+    _check_logprobs(logprobs, "behaviour_logprobs", offsets)
+    newer = f"the lease needs {min_version} or newer"
+    _require_between(versions, "policy_versions", newer, min_version, offsets=offsets)
+    if versions[0] != versions[-1] or versions.min() != versions.max():
+        _check_growth(versions, offsets)
+    reasons, temperatures = columns["finish_reasons"], columns["temperatures"]
+    known = "a reason is 0 (stop) or 1 (length)"
+    _require_between(reasons, "finish_reasons", known, FINISHED_BY_STOP, FINISHED_BY_LENGTH)
+    positive = "a temperature is finite and > 0 (1 for greedy samples)"
+    _require_between(temperatures, "temperatures", positive, SMALLEST, LARGEST)
+
+
+def _check_growth(versions: np.ndarray, offsets: np.ndarray) -> None:
     within_sample = np.ones(len(versions), dtype=bool)
     within_sample[offsets[:-1]] = False
     grows = np.diff(versions, prepend=versions[:1]) >= 0
     _require(grows | ~within_sample, versions, "policy_versions", "versions only grow within a sample", offsets)
-    reasons = columns["finish_reasons"]
-    known = np.isin(reasons, (FINISHED_BY_STOP, FINISHED_BY_LENGTH))
-    _require(known, reasons, "finish_reasons", "a reason is 0 (stop) or 1 (length)")
-    temperatures = columns["temperatures"]
-    positive = np.isfinite(temperatures) & (temperatures > 0)
-    _require(positive, temperatures, "temperatures", "a temperature is finite and > 0 (1 for greedy samples)")
+
+
+def _check_logprobs(logprobs: np.ndarray, name: str, offsets: np.ndarray) -> None:
+    _require_between(logprobs, name, "a log-prob is finite and <= 0", -LARGEST, MAX_LOGPROB, offsets)
 
 
 def _check_rewards(columns: Mapping[str, np.ndarray], samples: int) -> None:
     for name, rewards in columns.items():
         if len(rewards) != samples:
             raise ValueError(f"{name} has {len(rewards)} entries for {samples} samples")
-        _require(np.isfinite(rewards), rewards, name, "a reward is finite")
+        _require_between(rewards, name, "a reward is finite", -LARGEST, LARGEST)
+
+
+def _check_reference(columns: Mapping[str, np.ndarray], inputs: Mapping[str, Columns]) -> None:
+    if "rollout" not in inputs:
+        raise ValueError("is made from the columns of `rollout`, so the maker has to name that stage in its `needs`")
+    offsets = inputs["rollout"]["response_offsets"]
+    _check_lengths(columns, REFERENCE, {"response token": int(offsets[-1])})
+    _check_logprobs(columns["reference_logprobs"], "reference_logprobs", offsets)
 
 
 def _check_lengths(
@@ -149,6 +182,19 @@ def _check_offsets(offsets: np.ndarray, tokens: int) -> None:
     if (lengths <= 0).any():
         sample = int(np.argmax(lengths <= 0))
         raise ValueError(f"sample {sample} has {lengths[sample]} response tokens: each has at least one")
+
+
+def _require_between(
+    values: np.ndarray,
+    name: str,
+    rule: str,
+    low: float,
+    high: float = math.inf,
+    offsets: np.ndarray | None = None,
+) -> None:
+    """low <= value <= high everywhere (so no NaN). Seen from the extremes: every row of a run passes through here."""
+    if not (low <= values.min() and values.max() <= high):
+        _require((low <= values) & (values <= high), values, name, rule, offsets)
 
 
 def _require(good: np.ndarray, values: np.ndarray, name: str, rule: str, offsets: np.ndarray | None = None) -> None:

@@ -47,12 +47,13 @@ class _Maker:
     calls: dict[int, _Call] = field(default_factory=dict)  # by lease id
     in_turn: bool = False  # whether it stands in the queue of makers with a free slot
     draining: bool = False
+    routed: bool = True
     pause: asyncio.TimerHandle | None = None
     failures_in_a_row: int = 0
     failures: int = 0
     committed: int = 0
     busy_seconds: float = 0.0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is draining and has no call left
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set when it gets no more calls and has none left
 
     @property
     def info(self) -> MakerInfo:
@@ -60,7 +61,12 @@ class _Maker:
 
     @property
     def free(self) -> bool:
-        return not self.draining and self.pause is None and len(self.calls) < self.info.slots
+        return self.open and self.pause is None and len(self.calls) < self.info.slots
+
+    @property
+    def open(self) -> bool:
+        """Whether it is to get new calls."""
+        return self.routed and not self.draining
 
 
 @dataclass(slots=True, eq=False)
@@ -114,14 +120,31 @@ class Dispatcher:
 
     async def detach(self, name: str, drain: bool) -> None:
         """`drain`: waits for the calls on the way (each has its deadline) and gives no new ones; else revokes them."""
-        maker = self._makers.get(name)
-        if maker is None:
-            raise ValueError(f"no maker {name} is attached; there are: {', '.join(self._makers) or 'none'}")
+        maker = self._named(name)
         maker.draining = True
         if drain and maker.calls:
             await maker.idle.wait()
         if self._makers.get(name) is maker:
             self._remove(maker)
+
+    async def unroute(self, name: str) -> None:
+        """No new calls on the maker until `route`; returns when those on the way have ended (each has its deadline)."""
+        maker = self._named(name)
+        maker.routed = False
+        maker.idle.clear()
+        if maker.calls:
+            await maker.idle.wait()
+
+    def route(self, name: str) -> None:
+        maker = self._named(name)
+        maker.routed = True
+        self._take_turn(maker)
+        self._on_event()
+
+    def _named(self, name: str) -> _Maker:
+        if name not in self._makers:
+            raise ValueError(f"no maker {name} is attached; there are: {', '.join(self._makers) or 'none'}")
+        return self._makers[name]
 
     def died(self, name: str, cause: str) -> None:
         """Revokes the maker's leases at once. A maker that is not attached is no error: a death may be told twice."""
@@ -156,7 +179,7 @@ class Dispatcher:
                     "committed": maker.committed,
                     "failures": maker.failures,
                     "busy_seconds": maker.busy_seconds,
-                    "state": "draining" if maker.draining else "paused" if maker.pause else "ready",
+                    "state": _state(maker),
                 }
                 for name, maker in self._makers.items()
             },
@@ -259,7 +282,7 @@ class Dispatcher:
         """The lease is over: the slot is free, whatever the maker still does."""
         call.deadline.cancel()
         del call.maker.calls[call.lease.id]
-        if call.maker.draining and not call.maker.calls:
+        if not call.maker.open and not call.maker.calls:
             call.maker.idle.set()
         self._take_turn(call.maker)
 
@@ -280,3 +303,9 @@ class Dispatcher:
             self._abandon(maker, table.detach(name, death))
         maker.idle.set()
         self._on_event()
+
+
+def _state(maker: _Maker) -> str:
+    if maker.draining:
+        return "draining"
+    return "unrouted" if not maker.routed else "paused" if maker.pause else "ready"

@@ -9,7 +9,7 @@ dropped (with a reason). Invariants, asserted by the property tests:
 3. Every lease ends exactly once: committed, failed, expired or revoked. None outlives its maker or its row.
 4. The ledger closes at all times, in rows and in tokens.
 5. Nothing is admitted while the referred bytes exceed max_bytes, and a bound that would block for ever is a failure.
-6. A snapshot restored is the same table: no row lost, none twice, the samples of a prompt together.
+6. A snapshot restored (`buffer.snapshot`) is the same table: no row lost, none twice, the samples of a prompt together.
 
 An event costs O(log rows), whatever the number of makers. A mistake of the caller raises ValueError (an ended lease or an
 unknown maker: KeyError); what ends the run is put into `failure`, in words.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from buffer.config import BufferConfig
 from buffer.ledger import Ledger
 from buffer.records import Lease, MakerInfo, Produced, Prompt, SampledRow
 from buffer.roster import Roster
-from buffer.rows import Decode, Encode, Row, StageQueue, check_produced, derive_seed
+from buffer.rows import Row, StageQueue, check_produced, derive_seed
 from buffer.selection import choose, worst_case_age
 from buffer.versions import Versions
 
@@ -91,16 +91,16 @@ class ExperienceTable:
         self.failures: Counter[str] = Counter()
         self.failure: str | None = None
         self.last_data_failure: str | None = None
+        self.data_failures_in_a_row = 0
+        self.clock = clock
+        self.next_row = first_row
         self._seed = seed
-        self._clock = clock
         self._lease_ids = lease_ids or itertools.count(1)
         self._leases_of: dict[str, set[int]] = {}
-        self._next_row = first_row
         self._rows_with_columns = 0
-        self._unpublished: deque[tuple[int, int]] = deque()  # (step, rows trained in it): still charged
+        self.unpublished_steps: deque[tuple[int, int]] = deque()  # (step, rows trained in it): still charged
         if first_step % every:
-            self._unpublished.append((first_step, first_step % every * groups_per_step))
-        self._data_failures_in_a_row = 0
+            self.unpublished_steps.append((first_step, first_step % every * groups_per_step))
 
     # Makers
 
@@ -134,7 +134,7 @@ class ExperienceTable:
 
     @property
     def unpublished(self) -> int:
-        return sum(rows for _, rows in self._unpublished)
+        return sum(rows for _, rows in self.unpublished_steps)
 
     def stalled_by(self) -> str | None:
         """Why no row may be admitted now; None if one may."""
@@ -156,12 +156,19 @@ class ExperienceTable:
         published = self.versions.published
         if reason is not None or published is None:
             raise ValueError(f"prompt {prompt.id!r} cannot be admitted now: {reason}")
-        row = Row(self._next_row, prompt, published if min_version is None else min_version, self._clock())
-        self._next_row += 1
+        row = Row(self.next_row, prompt, published if min_version is None else min_version, self.clock())
+        self.next_row += 1
         self.rows[row.id] = self.unsampled[row.id] = row
         self.ledger.rows.admit(1)
         self._enqueue(row)
         return row.id
+
+    def put_back(self, row: Row) -> None:
+        """A row of a snapshot; its columns and its place in the ledger come with it."""
+        self.rows[row.id] = self.unsampled[row.id] = row
+        self.nbytes += row.nbytes
+        self._rows_with_columns += bool(row.columns)
+        self._enqueue(row)
 
     def rows_to_come(self, prompts_finished: bool) -> int | None:
         """How many rows can still be sampled, if nothing fails; None while there is no end in sight."""
@@ -174,7 +181,7 @@ class ExperienceTable:
     @property
     def oldest_unfinished(self) -> int:
         """The oldest row that is neither trained nor dropped, else the next one. Costs O(rows)."""
-        return min(self.rows, default=self._next_row)
+        return min(self.rows, default=self.next_row)
 
     # Leases
 
@@ -201,7 +208,7 @@ class ExperienceTable:
             timeout=self.config.lease_timeout,
         )
         row.leases[stage] = lease.id
-        self.leases[lease.id] = OpenLease(lease, self._clock())
+        self.leases[lease.id] = OpenLease(lease, self.clock())
         self._leases_of[maker].add(lease.id)
         return lease
 
@@ -242,11 +249,11 @@ class ExperienceTable:
             self._enqueue(row, again=lease.stage)
             return []
         self.failures[kind] += 1
-        self._data_failures_in_a_row += 1
+        self.data_failures_in_a_row += 1
         self.last_data_failure = f"{row}, {lease.stage} on {lease.maker}: {text}"
-        if self._data_failures_in_a_row > self.config.max_data_failures:
+        if self.data_failures_in_a_row > self.config.max_data_failures:
             self._fail_run(
-                f"{self._data_failures_in_a_row} rows failed as data with no complete row between them "
+                f"{self.data_failures_in_a_row} rows failed as data with no complete row between them "
                 f"(buffer.max_data_failures is {self.config.max_data_failures}); the last: {self.last_data_failure}"
             )
         return self._remove(row, "data")
@@ -283,7 +290,7 @@ class ExperienceTable:
         if not row.complete and len(row.columns) == len(self.stages):
             row.complete = True
             self.complete += 1
-            self._data_failures_in_a_row = 0
+            self.data_failures_in_a_row = 0
 
     # The trainer's side
 
@@ -321,7 +328,7 @@ class ExperienceTable:
         for row in rows:
             self._forget(row)
             self.ledger.train(row.tokens)
-        self._unpublished.append((step, len(rows)))
+        self.unpublished_steps.append((step, len(rows)))
 
     def dropped(self, row_ids: Sequence[int], reason: str) -> None:
         """Sampled rows that will not be trained (filtered, a skipped step): free at once, and replaced."""
@@ -331,8 +338,8 @@ class ExperienceTable:
     def published(self, version: int) -> None:
         """Frees the rows this version was made of."""
         self.versions.publish(version)
-        while self._unpublished and self._unpublished[0][0] <= version * self.versions.every:
-            self._unpublished.popleft()
+        while self.unpublished_steps and self.unpublished_steps[0][0] <= version * self.versions.every:
+            self.unpublished_steps.popleft()
         self.check()
 
     def check(self) -> None:
@@ -359,41 +366,3 @@ class ExperienceTable:
             queue.discard(row.id)
         self.nbytes -= row.nbytes
         self._rows_with_columns -= bool(row.columns)
-
-    # Snapshots
-
-    def snapshot(self, encode: Encode) -> dict[str, Any]:
-        """Everything but makers and leases. Sampled rows are written as complete: the trainer's cut is at a step's end."""
-        return {
-            "rows": [self.rows[row_id].to_state(encode) for row_id in sorted(self.rows)],
-            "next_row": self._next_row,
-            "ledger": self.ledger.as_dict(),
-            "unpublished": [list(pair) for pair in self._unpublished],
-            "published": self.versions.published,
-            "step": self.versions.step,
-            "failures": dict(self.failures),
-            "data_failures_in_a_row": self._data_failures_in_a_row,
-        }
-
-    def restore(self, state: Mapping[str, Any], decode: Decode) -> None:
-        """Into a table without rows; makers may be attached before or after."""
-        admitted = self.ledger.rows.admitted
-        if admitted:
-            raise ValueError(
-                f"a snapshot can be restored into a fresh table only; this one has {admitted} rows behind it"
-            )
-        self.ledger = Ledger.from_dict(state["ledger"])
-        self.versions.published, self.versions.step = state["published"], state["step"]
-        self.failures = Counter(state["failures"])
-        self._unpublished = deque((step, rows) for step, rows in state["unpublished"])
-        self._insert(Row.from_state(row, decode, self._clock()) for row in state["rows"])
-        self._next_row = state["next_row"]
-        self._data_failures_in_a_row = state["data_failures_in_a_row"]
-        self.check()
-
-    def _insert(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self.rows[row.id] = self.unsampled[row.id] = row
-            self.nbytes += row.nbytes
-            self._rows_with_columns += bool(row.columns)
-            self._enqueue(row)

@@ -24,7 +24,11 @@ NOT_EXTRA = {
     "async_scheduling",
     "load_format",
     "generation_config",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "distributed_executor_backend",
 }
+DATA_PARALLEL = "data_parallel"  # how all of vLLM's arguments for it begin
 
 
 class ReasoningGymPrompts(Strict):
@@ -70,6 +74,10 @@ PromptsConfig = Annotated[
 ]
 
 
+class ModelConfig(Strict):
+    path: str = Field(description="A Hugging Face checkpoint folder, or the name of a model prepared offline.")
+
+
 class Sampling(Strict):
     n: int = Field(8, ge=1, description="Samples of one prompt: the size of a group.")
     temperature: float = Field(1.0, ge=0)
@@ -82,10 +90,16 @@ class VllmEngine(Strict):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     max_model_len: int = Field(2048, ge=8)
     max_num_seqs: int = Field(64, ge=1, description="Sequences decoded at once.")
-    kv_cache_gib: float = Field(0.5, gt=0, description="Key/value cache on CPU, GiB.")
+    kv_cache_gib: float = Field(0.5, gt=0, description="Key/value cache on CPU, GiB, of all processes together.")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    tensor_parallel: int = Field(
+        1, ge=1, description="Processes that share out every layer: its heads and its columns."
+    )
+    pipeline_parallel: int = Field(
+        1, ge=1, description="Stages that share out the layers, each of tensor_parallel processes."
+    )
     enforce_eager: bool | None = Field(None, description="null: eager on CPU, compiled on GPU.")
-    threads: int | None = Field(None, ge=1, description="CPU threads; null: resources.cpus.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of all processes together; null: resources.cpus.")
     extra: dict[str, Any] = Field({}, description="Passed to vllm.EngineArgs as they are.")
 
     @field_validator("extra")
@@ -93,7 +107,16 @@ class VllmEngine(Strict):
     def _leave_ours_alone(cls, extra: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(NOT_EXTRA & extra.keys()):
             raise ValueError(f"{', '.join(taken)}: set by Tandem, or a setting of its own beside `extra`")
+        if parallel := sorted(key for key in extra if key.startswith(DATA_PARALLEL)):
+            raise ValueError(
+                f"{', '.join(parallel)}: data parallelism is several makers, raise `replicas` of the group"
+            )
         return extra
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold the model; one: the maker's own."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class RolloutMaker(Strict):
@@ -141,6 +164,25 @@ class RewardMaker(Strict):
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
 
 
+class ReferenceMaker(Strict):
+    """Log-probs of the sampled tokens under a frozen policy, tempered as the samples were: column `reference_logprobs`."""
+
+    kind: Literal["reference"]
+    replicas: int = Field(1, ge=1)
+    resources: Resources = Resources()
+    model: ModelConfig | None = Field(None, description="null: the run's own model, with the weights it starts from.")
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="Response tokens, padded, of one forward pass; a longer sample goes alone."
+    )
+    slots: int = Field(4, ge=1, description="Rows held at once by one maker, which computes them one after another.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: resources.cpus.")
+
+    @property
+    def cpu_threads(self) -> int:
+        return self.threads or max(1, int(self.resources.cpus))
+
+
 class CustomMaker(Strict):
     """A maker kind of your own: a class with `stage`, `needs` and `async make(lease, inputs)`."""
 
@@ -158,6 +200,7 @@ def _maker_tag(value: Any) -> str:
 MakerConfig = Annotated[
     Annotated[RolloutMaker, Tag("rollout")]
     | Annotated[RewardMaker, Tag("reward")]
+    | Annotated[ReferenceMaker, Tag("reference")]
     | Annotated[CustomMaker, Tag("custom")],
     Discriminator(_maker_tag),
 ]

@@ -15,9 +15,9 @@ def build_maker(
 ) -> Maker:
     """The maker that `config` describes, not yet started.
 
-    `model_path` is a checkpoint folder; `weights` is None where no trainer publishes any. A kind of your own
-    (`package.module:Class`) is called with its options as keyword arguments. Raises InfraFailure when what it returns is
-    not a maker.
+    `model_path` is the checkpoint folder of the maker's model; `weights` is None where no trainer publishes any. A kind
+    of your own (`package.module:Class`) is called with its options as keyword arguments. Raises InfraFailure when what it
+    returns is not a maker.
     """
     if isinstance(config, settings.RolloutMaker):
         from makers.engines.engine import NO_VERSION
@@ -37,6 +37,10 @@ def build_maker(
         from makers.reward import RewardMaker
 
         return RewardMaker(config, name=name, model_path=model_path)
+    if isinstance(config, settings.ReferenceMaker):
+        from makers.reference import ReferenceMaker
+
+        return ReferenceMaker(config, name=name, model_path=model_path)
     return _custom(config, name)
 
 

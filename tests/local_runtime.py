@@ -49,9 +49,10 @@ class LocalMaker:
         self._maker = maker
 
     async def make(self, lease: Lease, inputs: Sequence[Any]) -> tuple[Produced, Columns]:
-        produced, columns = await self._maker.make(lease, dict(zip(self.info.needs, inputs, strict=True)))
+        given = dict(zip(self.info.needs, inputs, strict=True))
+        produced, columns = await self._maker.make(lease, given)
         try:
-            validate_answer(lease, produced, columns)
+            validate_answer(lease, produced, columns, given)
         except ValueError as error:
             raise InfraFailure(f"{self.info.name}: {error}") from None
         return produced, columns
@@ -86,7 +87,7 @@ class LocalRows:
         return self._buffer.status()
 
     async def cursor(self) -> int:
-        return self._buffer.status()["prompts"]["oldest_unfinished"]
+        return self._buffer.oldest_unfinished
 
 
 class LocalPublisher:
@@ -100,7 +101,7 @@ class LocalPublisher:
         await self._store.publish(version, self)
 
     async def export(self, version: int) -> tuple[Manifest, list[Any]]:
-        manifest, *buckets = (await self._ranks.call("export", version))[0]
+        manifest, *buckets = await self._ranks.call(TrainerRank.export, version)
         return manifest, buckets
 
 

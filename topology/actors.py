@@ -21,13 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from buffer.records import InfraFailure, Lease, MakerInfo, Prompt, SampledRow
+from buffer.records import InfraFailure, MakerInfo, Prompt, SampledRow
 from topology.config import RunConfig
 from topology.names import log_file, namespace_of
+from topology.placement import release
+from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
     from topology.handles import RayExporter
     from trainers.learner import Rendezvous
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Identity:
     threads: int
     config: RunConfig
     model_path: str
+    gpus: float = 0.0
 
     @property
     def namespace(self) -> str:
@@ -54,16 +60,24 @@ class Shell:
         self.identity = identity
         self.config = identity.config
         _redirect_output(log_file(identity.folder, identity.name))
-        # Before torch is imported: it reads these once. Dynamo would compile C++ in the middle of a run on a CPU.
+        # Before torch is imported: it reads these once.
         os.environ["OMP_NUM_THREADS"] = str(identity.threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if not identity.gpus:
+            _show_devices("")  # Ray leaves all of them to whoever asked for none
         # Last, as in the reward processes: a file of the user must not hide a module of the same name.
         sys.path += [path for path in identity.python_path if path not in sys.path]
 
     async def ping(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+        return {
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "devices": os.environ.get(VISIBLE, ""),
+        }
+
+    async def use_devices(self, devices: str) -> None:
+        """Share the GPUs with these ids, which somebody else asked Ray for. Before any library is loaded."""
+        _show_devices(devices)
 
     async def hold(self) -> None:
         """Called by the supervisor. Without it nobody would end this process, in a cluster that is not the run's own."""
@@ -71,10 +85,20 @@ class Shell:
             await self.peer("supervisor").hold.remote()
         except ray.exceptions.RayActorError:
             logging.getLogger(self.identity.name).error("the supervisor is gone: ending")
+            release(self.identity.namespace)
             os._exit(1)
 
     def peer(self, name: str) -> Any:
         return ray.get_actor(name, namespace=self.identity.namespace)
+
+
+def _show_devices(devices: str) -> None:
+    """Without one, nothing is compiled: Dynamo would do so with a C++ compiler in the middle of a run."""
+    os.environ[VISIBLE] = devices
+    if devices:
+        os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    else:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def _redirect_output(file: Path) -> None:
@@ -151,6 +175,12 @@ class BufferActor(Shell):
     async def maker_died(self, name: str, cause: str) -> None:
         self._buffer.maker_died(name, cause)
 
+    async def unroute(self, makers: Sequence[str]) -> None:
+        await self._buffer.unroute(makers)
+
+    async def route(self, makers: Sequence[str]) -> None:
+        self._buffer.route(makers)
+
     async def published(self, version: int) -> None:
         self._buffer.published(version)
 
@@ -175,7 +205,7 @@ class BufferActor(Shell):
 
     async def cursor(self) -> int:
         """Where the prompts of a resumed run begin: at the oldest row that is neither trained nor dropped."""
-        return self._buffer.status()["prompts"]["oldest_unfinished"]
+        return self._buffer.oldest_unfinished
 
     async def fatal(self) -> str:
         """Returns when it is impossible for the run to go on: the cause."""
@@ -188,14 +218,16 @@ class MakerActor(Shell):
     async def start(self) -> MakerInfo:
         from makers.factory import build_maker
         from topology.handles import RayWeightClient
-        from topology.roles import stage_of
+        from topology.models import resolve_model
+        from topology.roles import model_of, stage_of
 
         _, group, index = self.identity.name.split("/")
         config = self.config.makers[group]
+        own = model_of(config)
         self._maker = build_maker(
             config,
             name=self.identity.name,
-            model_path=self.identity.model_path,
+            model_path=self.identity.model_path if own is None else str(resolve_model(own.path)),
             weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout),
             seed=self.config.seed + int(index),
         )
@@ -206,15 +238,23 @@ class MakerActor(Shell):
             raise ValueError(f"{config.kind} fills the stage `{self._maker.stage}`, so its group must have that name")
         return MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots)
 
-    async def make(self, lease: Lease, *inputs: Any) -> tuple[Any, Any]:
+    async def make(self, values: list[Any], *inputs: Any) -> tuple[list[Any], Any]:
+        """One lease and one answer, as `topology.wire` packs them."""
         from buffer.columns import validate_answer
 
-        produced, columns = await self._maker.make(lease, dict(zip(self._needs, inputs, strict=True)))
+        lease, given = unpack_lease(values), dict(zip(self._needs, inputs, strict=True))
+        produced, columns = await self._maker.make(lease, given)
         try:
-            validate_answer(lease, produced, columns)
+            validate_answer(lease, produced, columns, given)
         except ValueError as error:  # the maker is to blame, not the row
             raise InfraFailure(f"{self.identity.name}: {error}") from None
-        return produced, columns
+        return pack_produced(produced), columns
+
+    async def sleep(self, level: int) -> None:
+        await self._maker.sleep(level)
+
+    async def wake(self) -> None:
+        await self._maker.wake()
 
     async def status(self) -> dict[str, Any]:
         return self._maker.status()
@@ -244,6 +284,27 @@ class TrainerActor(Shell):
         return self._trainer.status()
 
 
+class CriticActor(Shell):
+    """`trainer/critic`: the controller of the value model. The references it is given it only passes on."""
+
+    async def start(self, ranks: Sequence[str]) -> None:
+        from topology.wiring import build_critic
+
+        self._critic = await asyncio.to_thread(build_critic, self, ranks)
+
+    async def values(self, rows: Any, references: Sequence[Any]) -> Any:
+        return await self._critic.values(rows, references)
+
+    async def train(self, rows: Any, labels: Any, references: Sequence[Any]) -> Any:
+        return await self._critic.train(rows, labels, references)
+
+    async def save(self, folder: str) -> None:
+        await self._critic.save(folder)
+
+    async def status(self) -> dict[str, Any]:
+        return self._critic.status()
+
+
 class RankActor(Shell):
     """`trainer/ROLE/rank/I`: one process of a trainer. Its work runs in one thread, so that it answers meanwhile."""
 
@@ -257,31 +318,33 @@ class RankActor(Shell):
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    async def start(self, index: int, world: int, address: str, restore: str | None) -> int:
-        """Load the model (and the checkpoint); the number of buckets of an export."""
+    async def start(self, index: int, world: int, address: str, restore: str | None) -> None:
+        """Load the model (and the checkpoint)."""
         from trainers.learner import Rendezvous
 
         rendezvous = Rendezvous(index, world, address, self.config.limits.step)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
 
-    def _start(self, rendezvous: Rendezvous, restore: str | None) -> int:
+    def _start(self, rendezvous: Rendezvous, restore: str | None) -> None:
         from topology.plan import past_versions
-        from topology.roles import POLICY
+        from topology.roles import POLICY, role_of
         from trainers.rank import TrainerRank
 
+        role = role_of(self.identity.name)
+        failures = Path(self.identity.folder) / "failures"
         self._rank = TrainerRank(
-            self.config.trainers[POLICY],
+            self.config.trainers[role],
             model_path=self.identity.model_path,
             rendezvous=rendezvous,
             bucket_bytes=self.config.weights.bucket_bytes,
             seed=self.config.seed,
+            steps=self.config.trainers[POLICY].steps,
             past_versions=past_versions(self.config),
-            failures_folder=str(Path(self.identity.folder) / "failures"),
+            failures_folder=str(failures if role == POLICY else failures / role),
         )
         self._rank.start()
         if restore is not None:
             self._rank.restore(restore)
-        return self._rank.num_buckets()
 
     async def invoke(self, method: str, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._rank, method), *args)

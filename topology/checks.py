@@ -6,31 +6,36 @@ Every check yields one line for each problem, with the key, the numbers and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from makers.config import RewardMaker, RolloutMaker
+from makers.config import ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
 from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.roles import POLICY, stages_of
-from trainers.config import MegatronBackend
-
-NEEDED_STAGES = ("rollout", "reward")  # by every policy-gradient algorithm
+from trainers.config import MegatronBackend, Ppo
 
 
 def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    unknown = sorted(set(config.trainers) - {POLICY})
-    if unknown:
-        yield f"trainers.{unknown[0]}: only one trainer, named `{POLICY}`, is supported so far"
-    if POLICY not in config.trainers:
-        yield f"trainers: needs one named `{POLICY}`"
-        return
-    trainer = config.trainers[POLICY]
-    if trainer.groups_per_step % trainer.minibatches:
+    groups, algorithm = config.trainers[POLICY].groups_per_step, config.trainers[POLICY].algorithm
+    for role, trainer in config.trainers.items():
+        if groups % trainer.minibatches:
+            yield (
+                f"trainers.{role}.minibatches: {groups} groups_per_step cannot be split into {trainer.minibatches} equal "
+                f"minibatches: use a divisor of {groups}"
+            )
+    critic = config.trainers.critic
+    if isinstance(algorithm, Ppo) and critic is None:
         yield (
-            f"trainers.policy.minibatches: {trainer.groups_per_step} groups_per_step cannot be split into "
-            f"{trainer.minibatches} equal minibatches: use a divisor of {trainer.groups_per_step}"
+            "trainers.critic: missing, but trainers.policy.algorithm is `ppo`, which learns from its values: add one with a "
+            "backend of its own, or use `grpo`"
         )
-    if model.family not in SUPPORTED_FAMILIES and isinstance(trainer.backend, MegatronBackend):
+    if critic is not None and not isinstance(algorithm, Ppo):
+        yield (
+            f"trainers.critic: nobody reads its values, as trainers.policy.algorithm is `{algorithm.type}`: remove it, or use "
+            "`ppo`"
+        )
+    megatron = any(isinstance(trainer.backend, MegatronBackend) for _, trainer in config.trainers.items())
+    if model.family not in SUPPORTED_FAMILIES and megatron:
         yield (
             f"model.path: family `{model.family}` is not supported by the Megatron backend; "
             f"supported: {', '.join(SUPPORTED_FAMILIES)}"
@@ -41,11 +46,12 @@ def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     provided = set(stages_of(config))
     if "rollout" in provided and not any(isinstance(maker, RolloutMaker) for maker in config.makers.values()):
         yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
-    for stage in NEEDED_STAGES:
+    for stage in config.trainers[POLICY].stages:
         if stage not in provided:
+            penalty = ", or set trainers.policy.algorithm.kl_coef to 0" if stage == "reference" else ""
             yield (
                 f"makers: no group provides `{stage}`, which trainers.policy needs; "
-                f"add one with `kind: {stage}` (groups: {', '.join(config.makers)})"
+                f"add one with `kind: {stage}`{penalty} (groups: {', '.join(config.makers)})"
             )
 
 
@@ -65,6 +71,14 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             f"makers.{different[0]}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
             "groups, whichever is free: give both the same functions, or put all of them into one group"
         )
+    references = {group: maker for group, maker in config.makers.items() if isinstance(maker, ReferenceMaker)}
+    first, *others = references or [""]
+    different = [group for group in others if _frozen(references[group]) != _frozen(references[first])]
+    if different:
+        yield (
+            f"makers.{different[0]}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
+            "groups, whichever is free: give both the same"
+        )
     for group, maker in rollouts.items():
         engine, sampling = maker.engine, maker.sampling
         if sampling.max_tokens >= engine.max_model_len:
@@ -82,6 +96,37 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 f"makers.{group}.sampling.n: one group of {sampling.n} samples does not fit "
                 f"engine.max_num_seqs {engine.max_num_seqs}: raise it to at least {sampling.n}"
             )
+
+
+def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    for group, maker in config.makers.items():
+        if not isinstance(maker, RolloutMaker):
+            continue
+        engine, gpus = maker.engine, maker.resources.gpus
+        tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
+        for what, count in (("attention heads", model.heads), ("intermediate columns", model.intermediate)):
+            if count % tensor:
+                yield (
+                    f"{where}.tensor_parallel: the model's {count} {what} cannot be shared out over {tensor} processes: use a "
+                    f"divisor of {count}"
+                )
+        if model.kv_heads % tensor and tensor % model.kv_heads:
+            yield (
+                f"{where}.tensor_parallel: the model's {model.kv_heads} key/value heads can be neither shared out over nor "
+                f"repeated in {tensor} processes: use a divisor or a multiple of {model.kv_heads}"
+            )
+        if stages > model.layers:
+            yield f"{where}.pipeline_parallel: {stages} stages for {model.layers} layers: use at most {model.layers}"
+        if gpus and engine.workers != max(1, gpus):
+            yield (
+                f"makers.{group}.resources.gpus: {gpus:g}, but the engine has {tensor} x {stages} = {engine.workers} "
+                f"process(es) (tensor_parallel x pipeline_parallel), one for each GPU: set gpus: {engine.workers}, or make "
+                f"the product {max(1, gpus):g}"
+            )
+
+
+def _frozen(maker: ReferenceMaker) -> tuple[ModelConfig | None, str]:
+    return maker.model, maker.dtype
 
 
 def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -107,12 +152,12 @@ def _check_reward_time(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 
 
 def _check_optimizer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    steps = config.trainers[POLICY].steps
     for role, trainer in config.trainers.items():
         optimizer = trainer.optimizer
-        if optimizer.warmup_steps > trainer.steps:
+        if optimizer.warmup_steps > steps:
             yield (
-                f"trainers.{role}.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {trainer.steps} steps "
-                "of the run"
+                f"trainers.{role}.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {steps} steps of the run"
             )
         if optimizer.min_lr and optimizer.schedule == "constant":
             yield f"trainers.{role}.optimizer.min_lr: {optimizer.min_lr:g} is not read with `schedule: constant`"
@@ -122,11 +167,7 @@ def _check_buffer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     buffer = config.buffer
     if buffer.window and buffer.order != "window":
         yield f"buffer.window: {buffer.window} is read only with `order: window`, but order is `{buffer.order}`"
-    if (
-        config.weights.every > 1
-        and config.trainers.get(POLICY)
-        and config.trainers[POLICY].steps < config.weights.every
-    ):
+    if config.weights.every > 1 and config.trainers[POLICY].steps < config.weights.every:
         yield (
             f"weights.every: {config.weights.every} steps between versions, but trainers.policy.steps is "
             f"{config.trainers[POLICY].steps}: no version would ever be published"
@@ -149,10 +190,22 @@ def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         yield "evaluation: at_start and at_end are false and every is null, so nothing would be evaluated: remove it"
 
 
+def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> Iterator[str]:
+    """A maker with a model of its own must be able to take every row that the rollout makers make."""
+    for group, own in own_models.items():
+        for rollout, maker in config.makers.items():
+            if isinstance(maker, RolloutMaker) and 0 < own.max_positions < maker.engine.max_model_len:
+                yield (
+                    f"makers.{group}.model.path: has {own.max_positions} positions, but rows of makers.{rollout} may have "
+                    f"{maker.engine.max_model_len} tokens (engine.max_model_len): lower that, or use a model with more"
+                )
+
+
 CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_trainers,
     _check_columns,
     _check_groups,
+    _check_engines,
     _check_sampling,
     _check_reward_time,
     _check_optimizer,

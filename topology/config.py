@@ -10,14 +10,14 @@ import difflib
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
 
 from buffer.config import BufferConfig, Strict
-from makers.config import MakerConfig, PromptsConfig
-from trainers.config import MetricsConfig, TrainerConfig
+from makers.config import MakerConfig, ModelConfig, PromptsConfig
+from trainers.config import MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -26,10 +26,6 @@ RUN_NAME_IN_WORDS = "lower-case letters, digits, dot, dash and underscore (at mo
 
 class ConfigError(Exception):
     """The config or the arguments are wrong; the message says what, where and what to do (exit code 2)."""
-
-
-class ModelConfig(Strict):
-    path: str = Field(description="A Hugging Face checkpoint folder, or the name of a model prepared offline.")
 
 
 class EvaluationConfig(Strict):
@@ -52,6 +48,29 @@ class CheckpointConfig(Strict):
 
 class RowsConfig(Strict):
     every: int | None = Field(1, ge=1, description="Steps between two files of sampled rows; null: none.")
+
+
+PlacementPolicy = Literal["pack", "strict_pack", "spread", "strict_spread"]
+
+
+class PlacementConfig(Strict):
+    """Which node an actor is on. One engine, and the ranks of one tensor-parallel group, are never split over nodes."""
+
+    groups: dict[str, PlacementPolicy] = Field(
+        {},
+        description="By maker group or trainer. pack (what is not named here): on as few nodes as possible. spread: over "
+        "as many as possible. strict_pack, strict_spread: all on one node, each on a node of its own, or the run does not "
+        "start.",
+    )
+    colocate: list[list[str]] = Field(
+        [],
+        description="Sets of a trainer and maker groups on the same devices, in turns, as [[rollout, policy]]: makers "
+        "sleep while the trainer takes its step, and its state moves to CPU memory while they work.",
+    )
+    sleep_level: Literal[1, 2] = Field(
+        1,
+        description="What a colocated engine does with its weights: 1: to CPU memory. 2: drops them, and loads new ones.",
+    )
 
 
 class ClusterConfig(Strict):
@@ -77,13 +96,14 @@ class RunConfig(Strict):
     model: ModelConfig
     prompts: PromptsConfig
     makers: dict[Annotated[str, Field(pattern=RUN_NAME)], MakerConfig] = Field(min_length=1)
-    trainers: dict[str, TrainerConfig] = Field(min_length=1)
+    trainers: TrainersConfig
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig | None = None
     rows: RowsConfig = RowsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    placement: PlacementConfig = PlacementConfig()
     cluster: ClusterConfig = ClusterConfig()
     limits: LimitsConfig = LimitsConfig()
 
@@ -224,6 +244,8 @@ def _written_path(location: tuple[Any, ...], data: Any) -> list[Any]:
 def _nearest(key: str) -> str:
     known = sorted(_all_keys(RunConfig))
     close = difflib.get_close_matches(key, known, n=1)
+    if close == [key]:
+        return " in this section: it belongs to another one"
     return f", did you mean `{close[0]}`?" if close else ""
 
 

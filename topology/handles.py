@@ -17,9 +17,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from buffer.evaluation import EvaluationResult
 from buffer.records import DataFailure, InfraFailure, Lease, MakerInfo, Produced, Prompt, SampledRow
+from topology.wire import pack_lease, unpack_produced
 from weights.manifest import Manifest
 
 T = TypeVar("T")
+FOREVER = float("inf")
 MARGIN = 10.0  # seconds a call may take beyond the deadline that the callee itself keeps
 
 
@@ -62,13 +64,13 @@ class RayMaker:
 
     def __init__(self, info: MakerInfo, actor: ActorHandle) -> None:
         self.info = info
-        self._actor = actor
+        # Two returns: the small answer is fetched, the columns stay where they were made and only the reference comes.
+        self._make = actor.make.options(num_returns=2)
 
     async def make(self, lease: Lease, inputs: Sequence[Any]) -> tuple[Produced, Any]:
-        # Two returns: the small answer is fetched, the columns stay where they were made and only the reference comes.
-        produced, columns = self._actor.make.options(num_returns=2).remote(lease, *inputs)
+        produced, columns = self._make.remote(pack_lease(lease), *inputs)
         try:
-            return await produced, columns
+            return unpack_produced(await produced), columns
         except asyncio.CancelledError:
             ray.cancel(produced)
             raise
@@ -124,7 +126,7 @@ class RayExporter:
 
 
 class RayWorker:
-    """One trainer rank: implements `trainers.rank_group.Worker`."""
+    """An actor as a worker of a group: implements `trainers.rank_group.Worker`."""
 
     def __init__(self, name: str, actor: ActorHandle) -> None:
         self.name = name
@@ -135,6 +137,35 @@ class RayWorker:
             return await self._actor.invoke.remote(method, *args)
         except RayTaskError as error:
             raise without_ray(error) from error
+        except RayActorError as error:
+            raise ActorLost(death_cause(error)) from None
+
+    def close(self) -> None:
+        if ray.is_initialized():  # who has left the cluster has left its actors
+            ray.kill(self._actor)
+
+
+class RayCritic:
+    """A policy's view of its critic: implements `trainers.ports.ValueModel`.
+
+    The references go inside a list: so they arrive as references, and Ray brings the columns to the critic's ranks only.
+    """
+
+    def __init__(self, critic: ActorHandle, timeout: float) -> None:
+        self._critic = critic
+        self._timeout = timeout
+
+    async def values(self, rows: Any, references: Sequence[Any]) -> list[Any]:
+        return await self._call("values", rows, list(references))
+
+    async def train(self, rows: Any, labels: Any, references: Sequence[Any]) -> Any:
+        return await self._call("train", rows, labels, list(references))
+
+    async def save(self, folder: str) -> None:
+        await self._call("save", folder)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await call(getattr(self._critic, method).remote(*args), self._timeout + MARGIN, f"critic: {method}")
 
 
 class RayRows:
@@ -159,6 +190,12 @@ class RayRows:
     async def published(self, version: int) -> None:
         await self._call("published", version)
 
+    async def unroute(self, makers: Sequence[str]) -> None:
+        await call(self._buffer.unroute.remote(list(makers)), FOREVER, "buffer: unroute")  # each row has its deadline
+
+    async def route(self, makers: Sequence[str]) -> None:
+        await self._call("route", list(makers))
+
     async def status(self) -> dict[str, Any]:
         return await self._call("status")
 
@@ -175,6 +212,22 @@ class RayRows:
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await call(getattr(self._buffer, method).remote(*args), self._timeout, f"buffer: {method}")
+
+
+class RaySleeper:
+    """A maker that shares its devices: implements `trainers.turns.Sleeper`."""
+
+    def __init__(self, name: str, actor: ActorHandle, level: int, timeout: float) -> None:
+        self.name = name
+        self._actor = actor
+        self._level = level
+        self._timeout = timeout
+
+    async def sleep(self) -> None:
+        await call(self._actor.sleep.remote(self._level), self._timeout, f"{self.name}: sleep")
+
+    async def wake(self) -> None:
+        await call(self._actor.wake.remote(), self._timeout, f"{self.name}: wake")
 
 
 class RayPublisher:

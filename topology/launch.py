@@ -18,16 +18,19 @@ from typing import Any
 
 import psutil
 
-from makers.config import CustomMaker, FilePrompts, RewardMaker
+from makers.config import CustomMaker, FilePrompts, ModelConfig, RewardMaker
+from topology.bundles import Node
+from topology.capacity import Capacity
 from topology.config import ConfigError, RunConfig, dump_config, load_config
 from topology.joining import connected
 from topology.keeper import start_keeper
 from topology.members import snapshot
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.names import namespace_of
-from topology.plan import GIB, Capacity, Plan, make_plan
-from topology.roles import POLICY
+from topology.plan import GIB, Plan, make_plan
+from topology.roles import POLICY, model_of
 from topology.runs import ENDED, RunError, RunFolder, process_alive, read_json, run_folder, wait_for_file, write_json
+from topology.vocabulary import difference
 from trainers.checkpoints import LATEST, RANKS_FOLDER, Checkpoint, CheckpointError, find_latest
 from trainers.config import CustomAlgorithm, MegatronBackend
 
@@ -119,26 +122,42 @@ def check(config: RunConfig) -> Prepared:
     config = _absolute_paths(config)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where prompts of the user's own are looked for, here as in every actor
-    plan = make_plan(config, model, capacity_of(config))
+    own_models = _own_models(config, path)
+    plan = make_plan(config, model, capacity_of(config), own_models)
     _check_own_code(config)
     _check_reward_functions(config, _check_prompts(config, model))
     return Prepared(config, path, model, plan)
 
 
+def _own_models(config: RunConfig, policy: Path) -> dict[str, ModelInfo]:
+    """By group, of makers with a model of their own; each numbers tokens as the policy does, or ConfigError."""
+    found = {}
+    for group, maker in config.makers.items():
+        own = model_of(maker)
+        if own is None:
+            continue
+        key = f"makers.{group}.model.path"
+        try:
+            folder = resolve_model(own.path)
+            found[group] = model_info(folder)
+        except ModelError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        if other := difference(policy, folder):
+            raise ConfigError(f"{key}: {other}: it would score other tokens; use a model with the policy's tokenizer")
+    return found
+
+
 def capacity_of(config: RunConfig) -> Capacity:
     """What the config's cluster offers. A run's own cluster offers as many CPUs as the plan needs, unless told."""
-    memory = psutil.virtual_memory()
     if config.cluster.address is None:
         gpus = config.cluster.gpus if config.cluster.gpus is not None else _count_gpus()
         cpus = config.cluster.cpus if config.cluster.cpus is not None else float("inf")
         what = "this machine" if config.cluster.cpus is None else f"this machine (cluster.cpus: {config.cluster.cpus})"
-        return Capacity(cpus, gpus, memory.available / GIB, what)
-    with connected(None, config.cluster.address, own=False) as ray:
-        total = ray.cluster_resources()
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    what = f"the cluster at {config.cluster.address}"
-    largest = (max(node.get("CPU", 0.0) for node in nodes), max(node.get("GPU", 0.0) for node in nodes))
-    return Capacity(total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0) / GIB, what, total, *largest)
+        return Capacity(what, (Node("this machine", cpus, gpus, psutil.virtual_memory().available / GIB),))
+    with connected(None, config.cluster.address, own=False):
+        from topology.placement import cluster_nodes
+
+        return Capacity(f"the cluster at {config.cluster.address}", cluster_nodes())
 
 
 def _count_gpus() -> int:
@@ -153,10 +172,16 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
             return prompts
         return prompts.model_copy(update={"path": str(Path(prompts.path).expanduser().resolve())})
 
-    changes: dict[str, Any] = {"prompts": absolute(config.prompts)}
-    model = Path(config.model.path).expanduser()
-    if model.is_dir():
-        changes["model"] = config.model.model_copy(update={"path": str(model.resolve())})
+    def located(model: ModelConfig) -> ModelConfig:
+        folder = Path(model.path).expanduser()
+        return model.model_copy(update={"path": str(folder.resolve())}) if folder.is_dir() else model
+
+    def at_home(maker: Any) -> Any:
+        own = model_of(maker)
+        return maker if own is None else maker.model_copy(update={"model": located(own)})
+
+    changes: dict[str, Any] = {"prompts": absolute(config.prompts), "model": located(config.model)}
+    changes["makers"] = {group: at_home(maker) for group, maker in config.makers.items()}
     if config.evaluation is not None:
         changes["evaluation"] = config.evaluation.model_copy(update={"prompts": absolute(config.evaluation.prompts)})
     return config.model_copy(update=changes)

@@ -28,6 +28,7 @@ PHASES = {
     "wait_for_batch": "waiting for rows",
     "train": "training",
     "publish": "publishing weights",
+    "hand_over": "handing the devices over",
     "evaluate": "evaluating on held-out prompts",
     "checkpoint": "writing a checkpoint",
 }

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from topology.capacity import PlannedActor
 from topology.config import RunConfig
-from topology.plan import PlannedActor
-from topology.roles import POLICY
+from topology.roles import POLICY, role_of
 
 
 @dataclass
@@ -77,6 +77,9 @@ def snapshot(
 def threads_of(config: RunConfig, planned: PlannedActor) -> int:
     """CPU threads of an actor: its engine's or backend's own setting, else the CPUs it asks for."""
     if planned.kind == "rank":
-        return config.trainers[POLICY].threads
-    engine = getattr(config.makers[planned.name.split("/")[1]], "engine", None) if planned.kind == "maker" else None
-    return (engine and engine.threads) or max(1, int(planned.resources.cpus))
+        return config.trainers[role_of(planned.name)].threads
+    own = None
+    if planned.kind == "maker":
+        maker = config.makers[planned.name.split("/")[1]]
+        own = getattr(getattr(maker, "engine", maker), "threads", None)
+    return own or max(1, int(planned.resources.cpus))

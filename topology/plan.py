@@ -6,30 +6,31 @@ and the remedy. The same plan drives `tandem plan`, `tandem run` and the supervi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
-from makers.config import CustomMaker, RewardMaker, RolloutMaker
-from topology.checks import CHECKS
+from makers.config import MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker
+from topology.bundles import Bundle, BundleGroup, bundle_groups, total
+from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
+from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
 from topology.models import ModelInfo
-from topology.roles import POLICY, ranks_of, rollout_of, stage_of
-from trainers.config import TrainerConfig
+from topology.roles import CRITIC, POLICY, rank_names, rollout_of, stage_of
+from trainers.config import RanksConfig
 
 GIB = 1 << 30
-RUNTIME_GIB = {"rollout": 1.1, "reward": 0.4, "custom": 0.5, "rank": 0.7, "service": 0.25}  # measured resident memory
+RUNTIME_GIB = {
+    "rollout": 1.1,
+    "reward": 0.4,
+    "reference": 0.7,
+    "custom": 0.5,
+    "rank": 0.7,
+    "service": 0.25,
+}  # measured resident memory
+NO_MODELS: Mapping[str, ModelInfo] = {}
 FLOAT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-@dataclass(frozen=True)
-class PlannedActor:
-    name: str
-    kind: str  # supervisor, buffer, weights, maker, trainer, rank
-    resources: Resources
-    memory_gib: float  # estimate of resident memory
 
 
 @dataclass(frozen=True)
@@ -39,90 +40,64 @@ class Plan:
     arithmetic: dict[str, str]
     worst_case_staleness: int  # published versions
     warnings: tuple[str, ...]
+    groups: tuple[BundleGroup, ...]  # what is reserved together
+    nodes: tuple[NodeLoad, ...] = ()  # how that lies on the cluster as it was when the plan was made
+
+    @property
+    def resources(self) -> Resources:
+        return total(bundle.resources for group in self.groups for bundle in group.bundles)
 
     @property
     def cpus(self) -> float:
-        return sum(actor.resources.cpus for actor in self.actors)
+        return self.resources.cpus
 
     @property
     def gpus(self) -> float:
-        return sum(actor.resources.gpus for actor in self.actors)
+        return self.resources.gpus
 
     @property
     def memory_gib(self) -> float:
         return sum(actor.memory_gib for actor in self.actors)
 
+    def bundle_of(self, actor: str) -> Bundle:
+        return next(bundle for group in self.groups for bundle in group.bundles if actor in bundle.actors)
+
     def named(self, kind: str) -> list[PlannedActor]:
         return [actor for actor in self.actors if actor.kind == kind]
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """What the cluster (or this machine, for a run with a cluster of its own) offers."""
-
-    cpus: float
-    gpus: float
-    memory_gib: float
-    what: str
-    custom: Mapping[str, float] = field(default_factory=dict)  # none on a cluster of the run's own
-    node_cpus: float = math.inf  # of the largest node: an actor cannot be spread over two
-    node_gpus: float = math.inf
-
-
-def make_plan(config: RunConfig, model: ModelInfo, capacity: Capacity) -> Plan:
-    """Raises ConfigError that lists every problem."""
+def make_plan(
+    config: RunConfig, model: ModelInfo, capacity: Capacity, own_models: Mapping[str, ModelInfo] = NO_MODELS
+) -> Plan:
+    """Raises ConfigError that lists every problem. `own_models`: by group, of makers with a model of their own."""
     problems = [problem for check in CHECKS for problem in check(config, model)]
+    problems += check_own_models(config, own_models)
     if not problems:
-        plan = _build(config, model)
-        problems = list(_check_capacity(config, plan, capacity))
+        plan = _build(config, model, own_models)
+        nodes, problems = lay_out(config, plan.actors, plan.groups, capacity)
         if not problems:
-            return plan
+            return replace(plan, nodes=nodes, warnings=(*plan.warnings, *_idle_gpus(plan, capacity)))
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise ConfigError(f"this plan cannot work: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def _check_capacity(config: RunConfig, plan: Plan, capacity: Capacity) -> Iterator[str]:
-    makers = ", ".join(f"{maker.replicas} x {group}" for group, maker in config.makers.items())
-    remedy = "lower makers.*.replicas or resources, or use a larger cluster"
-    for what, needed, offered in (("CPUs", plan.cpus, capacity.cpus), ("GPUs", plan.gpus, capacity.gpus)):
-        if needed > offered + 1e-9:
-            yield f"resources: the plan needs {needed:g} {what} ({makers}, trainer), {capacity.what} has {offered:g}: {remedy}"
-    for actor in plan.actors:
-        for what, needed, largest in (
-            ("CPUs", actor.resources.cpus, capacity.node_cpus),
-            ("GPUs", actor.resources.gpus, capacity.node_gpus),
-        ):
-            if needed > largest + 1e-9:
-                yield f"resources: {actor.name} needs {needed:g} {what}, the largest node has {largest:g}: lower its resources"
-    for name in sorted({name for actor in plan.actors for name in actor.resources.custom}):
-        needed, offered = sum(a.resources.custom.get(name, 0.0) for a in plan.actors), capacity.custom.get(name, 0.0)
-        if needed > offered + 1e-9:
-            yield f"resources.custom: the plan needs {needed:g} {name}, {capacity.what} has {offered:g}: {remedy}"
-    if plan.memory_gib > capacity.memory_gib:
-        yield (
-            f"memory: the plan needs about {plan.memory_gib:.1f} GiB ({makers}, trainer), "
-            f"{capacity.what} has {capacity.memory_gib:.1f}: {remedy}"
-        )
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def _build(config: RunConfig, model: ModelInfo) -> Plan:
-    trainer = config.trainers[POLICY]
+def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelInfo]) -> Plan:
     service = Resources(cpus=0)
     actors = [
         PlannedActor("supervisor", "supervisor", service, RUNTIME_GIB["service"]),
         PlannedActor("buffer", "buffer", service, RUNTIME_GIB["service"]),
         PlannedActor("weights", "weights", service, RUNTIME_GIB["service"]),
-        PlannedActor(f"trainer/{POLICY}", "trainer", service, RUNTIME_GIB["service"]),
     ]
-    actors += [
-        PlannedActor(f"trainer/{POLICY}/rank/{index}", "rank", trainer.resources, _rank_memory(config, trainer, model))
-        for index in range(ranks_of(trainer))
-    ]
+    for role, trainer in config.trainers.items():
+        memory = _rank_memory(trainer, model, past_versions(config) if role == POLICY else 0)
+        kind = "trainer" if role == POLICY else "critic"
+        actors.append(PlannedActor(f"trainer/{role}", kind, service, RUNTIME_GIB["service"]))
+        actors += [PlannedActor(name, "rank", trainer.resources, memory) for name in rank_names(role, trainer)]
     for group, maker in config.makers.items():
-        memory = _maker_memory(maker, model)
+        memory = _maker_memory(maker, own_models.get(group, model))
         actors += [
             PlannedActor(f"maker/{group}/{index}", "maker", maker.resources, memory) for index in range(maker.replicas)
         ]
@@ -132,6 +107,7 @@ def _build(config: RunConfig, model: ModelInfo) -> Plan:
         arithmetic=_arithmetic(config),
         worst_case_staleness=worst_case_staleness(config),
         warnings=tuple(_warnings(config)),
+        groups=bundle_groups(config),
     )
 
 
@@ -157,6 +133,9 @@ def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield "weights", f"maker/{group}", "newest version"
     yield "buffer", f"trainer/{POLICY}", "complete rows, by reference"
     yield f"trainer/{POLICY}", "weights", f"a version every {config.weights.every} step(s)"
+    if config.trainers.critic is not None:
+        yield f"trainer/{POLICY}", f"trainer/{CRITIC}", "rows by reference, then returns"
+        yield f"trainer/{CRITIC}", f"trainer/{POLICY}", "values"
 
 
 def _arithmetic(config: RunConfig) -> dict[str, str]:
@@ -165,7 +144,10 @@ def _arithmetic(config: RunConfig) -> dict[str, str]:
     in_flight = (config.buffer.max_staleness + 1) * groups * every
     return {
         "samples per step": f"{groups} groups x {n} samples = {groups * n}",
-        "optimizer steps per step": str(trainer.minibatches),
+        **{
+            f"optimizer steps per step{'' if role == POLICY else f' ({role})'}": str(each.minibatches)
+            for role, each in config.trainers.items()
+        },
         "rows per version": f"{groups} groups x {every} step(s) = {groups * every}",
         "rows in flight at most": f"(max_staleness {config.buffer.max_staleness} + 1) x {groups * every} = {in_flight}",
         "rows in all": f"{trainer.steps} steps x {groups} = {trainer.steps * groups}",
@@ -184,16 +166,30 @@ def _warnings(config: RunConfig) -> Iterator[str]:
         yield "checkpoint: nothing will be saved"
 
 
-def _rank_memory(config: RunConfig, trainer: TrainerConfig, model: ModelInfo) -> float:
+def _idle_gpus(plan: Plan, capacity: Capacity) -> Iterator[str]:
+    if capacity.gpus and not plan.gpus:
+        yield (
+            f"resources: {capacity.what} has {capacity.gpus:g} GPUs and nothing asks for one, so everything runs on CPUs: "
+            "set makers.*.resources.gpus and trainers.*.resources.gpus"
+        )
+
+
+def _rank_memory(trainer: RanksConfig, model: ModelInfo, past: int) -> float:
     """Parameters now and of past versions, gradients, float32 main parameters and two Adam moments; activations."""
     width = FLOAT_BYTES[trainer.backend.dtype]
-    states = model.parameters * (width * (1 + past_versions(config)) + 4 + 12) / GIB
+    states = model.parameters * (width * (1 + past) + 4 + 12) / GIB
     activations = trainer.backend.micro_batch_tokens * model.layers * model.hidden * 34 * width / 2 / GIB
     return RUNTIME_GIB["rank"] + states + activations
 
 
-def _maker_memory(maker: RolloutMaker | RewardMaker | CustomMaker, model: ModelInfo) -> float:
+def _maker_memory(maker: MakerConfig, model: ModelInfo) -> float:
     if isinstance(maker, RolloutMaker):
         weights = model.parameters * FLOAT_BYTES[maker.engine.dtype] / GIB
-        return RUNTIME_GIB["rollout"] + 2 * weights + maker.engine.kv_cache_gib
+        workers = maker.engine.workers
+        processes = 1 if workers == 1 else 1 + workers  # several are children of the maker, which holds no weights then
+        return processes * RUNTIME_GIB["rollout"] + 2 * weights + maker.engine.kv_cache_gib
+    if isinstance(maker, ReferenceMaker):
+        width = FLOAT_BYTES[maker.dtype]
+        logits = maker.micro_batch_tokens * model.vocab * width / GIB
+        return RUNTIME_GIB["reference"] + model.parameters * width / GIB + logits
     return RUNTIME_GIB["reward" if isinstance(maker, RewardMaker) else "custom"]

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from makers.config import CustomMaker, RewardMaker, RolloutMaker
+from typing import Final
+
+from makers.config import CustomMaker, MakerConfig, ModelConfig, RolloutMaker
 from topology.config import RunConfig
-from trainers.config import MegatronBackend, TrainerConfig
+from trainers.config import MegatronBackend, RanksConfig
 
-POLICY = "policy"
+POLICY: Final = "policy"
+CRITIC: Final = "critic"
 
 
-def stage_of(maker: RolloutMaker | RewardMaker | CustomMaker, group: str) -> str:
+def stage_of(maker: MakerConfig, group: str) -> str:
     """The stage that a maker group fills: its kind, or for a maker of one's own the group's name."""
     return group if isinstance(maker, CustomMaker) else maker.kind
+
+
+def model_of(maker: MakerConfig) -> ModelConfig | None:
+    """The maker's own model; None: the run's."""
+    model: ModelConfig | None = getattr(maker, "model", None)
+    return model
 
 
 def rollout_of(config: RunConfig) -> RolloutMaker:
     return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
 
 
-def ranks_of(trainer: TrainerConfig) -> int:
+def role_of(actor: str) -> str:
+    """Of `trainer/ROLE` and `trainer/ROLE/rank/I`."""
+    return actor.split("/")[1]
+
+
+def ranks_of(trainer: RanksConfig) -> int:
     return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
+
+
+def rank_names(role: str, trainer: RanksConfig) -> list[str]:
+    return [f"trainer/{role}/rank/{index}" for index in range(ranks_of(trainer))]
+
+
+def tensor_parallel_of(trainer: RanksConfig) -> int:
+    """Ranks next to each other that exchange activations in every layer."""
+    return trainer.backend.tensor_parallel if isinstance(trainer.backend, MegatronBackend) else 1
 
 
 def stages_of(config: RunConfig) -> tuple[str, ...]:

@@ -18,24 +18,28 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from topology.actors import BufferActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
+from buffer.config import Resources
+from topology.actors import BufferActor, CriticActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
+from topology.bundles import makers_in_turns, shared_devices, sharers, trainers_in_turns
+from topology.capacity import PlannedActor
 from topology.handles import ActorLost, call
 from topology.members import Member, snapshot, threads_of
 from topology.names import log_file
-from topology.plan import Plan, PlannedActor
-from topology.roles import POLICY
+from topology.placement import CannotPlace, Placement, release
+from topology.plan import Plan
+from topology.roles import CRITIC, POLICY, role_of
 from topology.runs import RunFolder, write_json
-from trainers.checkpoints import RANKS_FOLDER
+from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER
 from trainers.memory import KEEP_FREED_MEMORY
 from trainers.recorder import append_event
 
 T = TypeVar("T")
 CLOSE = 3.0  # seconds a maker has to close
-PLACEMENT = 15.0  # seconds after which an actor that has not answered yet is told of
 CLASSES: dict[str, type[Shell]] = {
     "buffer": BufferActor,
     "weights": WeightsActor,
     "trainer": TrainerActor,
+    "critic": CriticActor,
     "rank": RankActor,
     "maker": MakerActor,
 }
@@ -56,6 +60,9 @@ class Supervisor(Shell):
         self.plan = plan
         self.resume = resume  # {"folder", "step", "version", "prompt_cursor"} of a checkpoint
         self.folder = RunFolder(Path(identity.folder))
+        self.placement = Placement(plan.groups, identity.namespace)
+        self.sharers = sharers(self.config)
+        self.in_turns = makers_in_turns(self.config)
         self.members: dict[str, Member] = {}
         self.state, self.cause = "starting", None
         self.problems: asyncio.Queue[RunFailed] = asyncio.Queue()
@@ -105,6 +112,23 @@ class Supervisor(Shell):
                 log.info("%s did not close in %g s: %s", member.name, CLOSE, type(ended).__name__)
 
     async def _bring_up(self) -> None:
+        try:
+            await asyncio.wait_for(self._start_all(), self.config.limits.start)
+        except CannotPlace as error:
+            raise RunFailed(str(error)) from None
+        except TimeoutError:
+            late = [f"{group} (no free resources for {needs})" for group, needs in self.placement.waiting.items()]
+            late += [name for name, member in self.members.items() if member.state == "starting"]
+            raise RunFailed(
+                f"not ready within limits.start = {self.config.limits.start:g} s: {', '.join(late)}"
+            ) from None
+        self.state = "running"
+        self._event("running", actors=len(self.members))
+
+    async def _start_all(self) -> None:
+        await self.placement.reserve(
+            lambda group, needs, free: self._event("waiting_for_resources", group=group, needs=needs, free=free)
+        )
         for planned in self.plan.actors:
             if planned.kind != "supervisor":
                 self.members[planned.name] = Member(planned, self._create(planned))
@@ -113,40 +137,54 @@ class Supervisor(Shell):
             self._spawn_task(self._locate(member), f"locate {member.name}")
         cursor, step = (0, 0) if self.resume is None else (self.resume["prompt_cursor"], self.resume["step"])
         buffer = asyncio.ensure_future(self._ready(self.members["buffer"], "start", cursor, step))
-        makers = (self._start_maker(member, buffer) for member in self._kind("maker"))
-        ready = asyncio.gather(buffer, self._start_trainer(step, buffer), *makers)
-        try:
-            await asyncio.wait_for(ready, self.config.limits.start)
-        except TimeoutError:
-            late = ", ".join(
-                f"{name} ({'loading' if member.place else 'not placed: no free resources for it in the cluster'})"
-                for name, member in self.members.items()
-                if member.state == "starting"
-            )
-            raise RunFailed(f"not ready within limits.start = {self.config.limits.start:g} s: {late}") from None
-        self.state = "running"
-        self._event("running", actors=len(self.members))
+        trainer = asyncio.ensure_future(self._start_trainer(step, buffer))
+        makers = (self._start_maker(member, buffer, trainer) for member in self._kind("maker"))
+        await asyncio.gather(buffer, trainer, *makers)
 
     async def _start_trainer(self, step: int, buffer: Awaitable[None]) -> None:
-        """The ranks, then the trainer that calls them; its first act is to publish the start weights."""
-        ranks = self._kind("rank")
-        restore = None if self.resume is None else str(Path(self.resume["folder"]) / RANKS_FOLDER)
-        address = await self._ask(ranks[0], "free_address")
-        buckets, *_ = await asyncio.gather(
-            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks))
-        )
+        """All ranks, then who calls them; the policy's first act is to publish the start weights."""
+        await asyncio.gather(*(self._start_ranks(role) for role in self.config.trainers))
+        ranks = self._ranks(POLICY)
+        buckets, *_ = await asyncio.gather(*(self._ask(rank, "invoke", "num_buckets") for rank in ranks))
         names = [rank.name for rank in ranks]
         await self._ready(self.members["weights"], "connect", names, buckets)
+        if critic := self.members.get(f"trainer/{CRITIC}"):
+            await self._ready(critic, "start", [rank.name for rank in self._ranks(CRITIC)])
         trainer = self.members[f"trainer/{POLICY}"]
         await self._ready(trainer, "start", names, step)
         await buffer
         await self._ask(trainer, "publish_start")
+        sharing = [rank for role in trainers_in_turns(self.config) for rank in self._ranks(role)]
+        await asyncio.gather(*(self._ask(rank, "invoke", "offload") for rank in sharing if self.in_turns))
 
-    async def _start_maker(self, member: Member, buffer: Awaitable[None]) -> None:
+    async def _start_ranks(self, role: str) -> None:
+        """They meet, and load their model or what the checkpoint has of it."""
+        ranks, folder = self._ranks(role), RANKS_FOLDER if role == POLICY else CRITIC_FOLDER
+        for rank in ranks:
+            await self._share_devices(rank)
+        restore = None if self.resume is None else str(Path(self.resume["folder"]) / folder)
+        address = await self._ask(ranks[0], "free_address")
+        await asyncio.gather(
+            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks))
+        )
+
+    async def _start_maker(self, member: Member, buffer: Awaitable[None], trainer: Awaitable[None]) -> None:
+        if member.name in self.in_turns:
+            await trainer  # the ranks have the devices first, to publish what the run starts from
+        await self._share_devices(member)
         info = await self._ready(member, "start")
         await buffer
         await self._ask(self.members["buffer"], "attach", info)
         self._event("attach", maker=info.name, stage=info.stage)
+
+    async def _share_devices(self, member: Member) -> None:
+        """An actor that uses what others of its bundle asked for is told which devices these got."""
+        if member.name not in self.sharers:
+            return
+        bundle = self.plan.bundle_of(member.name)
+        owners = [self.members[actor] for actor in bundle.actors if actor not in self.sharers]
+        devices = {owner.name: (await self._ask(owner, "ping"))["devices"] for owner in owners}
+        await self._ask(member, "use_devices", shared_devices(bundle, member.name, devices))
 
     async def _train(self) -> str | None:
         """Until the trainer has ended; the reason if it has done fewer steps than asked."""
@@ -210,6 +248,7 @@ class Supervisor(Shell):
         for member in self.members.values():
             ray.kill(member.handle, no_restart=True)
             member.state = "dead" if member.state == "dead" else "ended"
+        release(self.identity.namespace)
         log.info("run ended: %s %s", state, cause or "")
         cause = cause and cause.partition("\nTraceback (most recent call last)")[0]  # the whole of it is in the log
         self._event(state, cause=cause)
@@ -221,7 +260,7 @@ class Supervisor(Shell):
     # --- actors -------------------------------------------------------------------------------------------------------
 
     def _create(self, planned: PlannedActor) -> Any:
-        resources = planned.resources
+        resources = Resources(cpus=0) if planned.name in self.sharers else planned.resources
         options: dict[str, Any] = {
             "name": planned.name,
             "namespace": self.identity.namespace,
@@ -230,14 +269,19 @@ class Supervisor(Shell):
             "num_gpus": resources.gpus,
             "resources": resources.custom or None,
             "max_concurrency": 1000,
+            "scheduling_strategy": self.placement.strategy(planned.name) or "DEFAULT",
         }
         if planned.kind in ("buffer", "weights", "trainer"):  # they write to the run folder, which is on this node
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
         if planned.kind == "rank":
             options["runtime_env"] = {"env_vars": KEEP_FREED_MEMORY}
-        identity = replace(self.identity, name=planned.name, threads=threads_of(self.config, planned))
+        threads = threads_of(self.config, planned)
+        identity = replace(self.identity, name=planned.name, threads=threads, gpus=options["num_gpus"])
         return ray.remote(CLASSES[planned.kind]).options(**options).remote(identity)
+
+    def _ranks(self, role: str) -> list[Member]:
+        return [member for member in self._kind("rank") if role_of(member.name) == role]
 
     def _kind(self, kind: str) -> list[Member]:
         return [member for member in self.members.values() if member.planned.kind == kind]
@@ -259,15 +303,8 @@ class Supervisor(Shell):
             raise RunFailed(f"{name}: {_one_line(error)}") from None
 
     async def _locate(self, member: Member) -> None:
-        """Where the actor runs; an actor that its cluster has no room for is told of within seconds."""
-        answer = asyncio.ensure_future(member.handle.ping.remote())
-        await asyncio.wait({answer}, timeout=PLACEMENT)
-        if not answer.done():
-            free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
-            needs = member.planned.resources.model_dump(exclude_defaults=False)
-            self._event("waiting_for_resources", actor=member.name, needs=needs, free=free)
         try:
-            member.place = await answer
+            member.place = await member.handle.ping.remote()
         except ray.exceptions.RayActorError:
             return  # its death is reported by `_hold`
 

@@ -1,4 +1,4 @@
-"""Giving a trainer its collaborators: drawing the edges of the picture for one trainer."""
+"""Giving the trainers their collaborators: drawing their edges of the picture."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from topology.handles import RayPublisher, RayRows, RayWorker
+from topology.bundles import makers_in_turns, trainers_in_turns
+from topology.handles import RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import POLICY, rollout_of
+from topology.roles import CRITIC, POLICY, rank_names, rollout_of
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
+from trainers.critic import Critic
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
 from trainers.ports import Deadlines, Evaluation, Schedule
@@ -19,6 +21,7 @@ from trainers.rank_group import RankGroup
 from trainers.recorder import open_recorder
 from trainers.rows_writer import RowsWriter, load_decoder
 from trainers.trainer import Trainer
+from trainers.turns import Turns
 
 CALL = 60.0  # seconds for a call that only asks or tells
 MAKER_STATUS = 2.0  # seconds after which a maker's last status has to do
@@ -32,11 +35,13 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
     writer = None
     if config.rows.every is not None:
         writer = RowsWriter(folder.rows, config.rows.every, load_decoder(Path(shell.identity.model_path)))
+    group = _group(shell, ranks)
+    rows = RayRows(shell.peer("buffer"), CALL)
     return Trainer(
         settings,
         planner=StepPlanner(settings, rollout_of(config).sampling.max_tokens),
-        ranks=RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], config.limits.step),
-        rows=RayRows(shell.peer("buffer"), CALL),
+        ranks=group,
+        rows=rows,
         weights=RayPublisher(shell.peer("weights"), config.weights.timeout),
         makers=MakerStatuses({name: shell.peer(name) for name in makers}),
         recorder=open_recorder(
@@ -47,10 +52,37 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
         schedule=Schedule(config.weights.every, config.checkpoint.every, config.checkpoint.at_end),
         deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=CALL),
         max_age=worst_case_staleness(config),
+        critic=None
+        if config.trainers.critic is None
+        else RayCritic(shell.peer(f"trainer/{CRITIC}"), config.limits.step),
         evaluation=_evaluation(config),
         rows_writer=writer,
+        turns=_turns(shell, rows, group),
         start_step=start_step,
     )
+
+
+def build_critic(shell: Any, ranks: Sequence[str]) -> Critic:
+    """The critic of the run that `shell` (a CriticActor) belongs to."""
+    return Critic(shell.config.trainers[CRITIC], _group(shell, ranks))
+
+
+def _group(shell: Any, ranks: Sequence[str]) -> RankGroup:
+    return RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], shell.config.limits.step)
+
+
+def _turns(shell: Any, rows: RayRows, policy: RankGroup) -> Turns | None:
+    config, limit = shell.config, shell.config.limits.step
+    makers = [
+        RaySleeper(name, shell.peer(name), config.placement.sleep_level, limit) for name in makers_in_turns(config)
+    ]
+    if not makers:
+        return None
+    sharing = [
+        policy if role == POLICY else _group(shell, rank_names(role, config.trainers[role]))
+        for role in trainers_in_turns(config)
+    ]
+    return Turns(makers, rows, sharing, limit)
 
 
 class MakerStatuses:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from trainers.batch import Columns, StepPlan
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -36,6 +37,14 @@ class StepResult:
     optimizer_steps: int
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: pack, proximal, reference, train, optimizer
     skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankValues:
+    """What one rank of a critic says: `rows[row]` is float32 [T], 0 for samples that other data-parallel ranks have."""
+
+    data_parallel_rank: int
+    rows: list[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +78,18 @@ class Learner(Protocol):
     def export_huggingface(self, folder: Path) -> None:
         """Write the current policy as a folder that `transformers` and vLLM load."""
 
+    def offload(self) -> None:
+        """Give device memory back: weights and optimizer state go to CPU memory, where there is a device."""
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+
     def close(self) -> None:
         """Leave the process group."""
+
+
+class ValueLearner(Learner, Protocol):
+    """A learner whose model gives values. Its weights are a model of their own kind, and are never published."""
+
+    def values(self, plan: StepPlan, rollouts: Sequence[Columns]) -> RankValues:
+        """Of the present weights, for every sample that the plan computes."""

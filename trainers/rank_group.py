@@ -1,4 +1,4 @@
-"""Calling the ranks of one trainer together.
+"""Calling the workers of one group together: the ranks of a trainer, or objects of a class of one's own.
 
 Guarantees: every call has a deadline; a call that fails names the method and the rank that failed, as soon as it
 fails (the others may be waiting for it in a collective); results come back in rank order.
@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
-Dispatch = Literal["all", "slice"] | Callable[[int, int, tuple[Any, ...]], Sequence[Any]]
-Execute = Literal["all", "first"]
-Collect = Literal["none", "flatten"] | Callable[[list[Any]], Any]
+from trainers.dispatch import Call, call_of
 
 
 class Worker(Protocol):
@@ -29,7 +27,7 @@ class RankError(RuntimeError):
     """A rank failed, or did not answer in time. `rank` is its name; the cause is chained."""
 
     def __init__(self, rank: str, method: str, text: str) -> None:
-        super().__init__(f"trainer rank {rank} {text} in {method}()")
+        super().__init__(f"rank {rank} {text} in {method}()")
         self.rank = rank
         self.method = method
         self.text = text
@@ -55,14 +53,7 @@ class LocalWorker:
 
 
 class RankGroup:
-    """The ranks of one trainer as one callee.
-
-    dispatch: which arguments a rank gets. `all`: the same for each. `slice`: every argument is a sequence, cut into
-        equal parts in rank order. A callable gets (number of ranks, rank, arguments) and returns the rank's arguments.
-    execute: `all` ranks, or only the `first`.
-    collect: `none`: the list of results in rank order (with `first`: the one result). `flatten`: the results are
-        sequences and are joined. A callable gets the list of results.
-    """
+    """Several workers as one callee; `timeout` in seconds is the deadline of a call."""
 
     def __init__(self, workers: Sequence[Worker], timeout: float) -> None:
         if not workers:
@@ -73,33 +64,27 @@ class RankGroup:
     def __len__(self) -> int:
         return len(self.workers)
 
-    async def call(
-        self,
-        method: str,
-        *args: Any,
-        dispatch: Dispatch = "all",
-        execute: Execute = "all",
-        collect: Collect = "none",
-        timeout: float | None = None,
-    ) -> Any:
-        """Call `method` on the ranks. `timeout` in seconds replaces the group's own.
+    async def call(self, method: Callable[..., Any] | str, *args: Any, timeout: float | None = None, **how: Any) -> Any:
+        """Call a method of the workers' class, as its `@function` says; one without, or a name: the same to all.
 
-        Raises RankError on the first failure, or when the deadline passes, naming the ranks that have not answered.
+        `how` (dispatch, execute, collect: see `trainers.dispatch.Call`) replaces what the mark says, `timeout` the
+        group's own. Raises RankError on the first failure, or when the deadline passes, naming the ranks that have not
+        answered.
         """
-        workers = self.workers if execute == "all" else self.workers[:1]
-        parts = [_arguments(dispatch, len(workers), i, args) for i in range(len(workers))]
+        name, call = (method, None) if isinstance(method, str) else (method.__name__, call_of(method))
+        call = replace(call or Call(), **how)
+        workers = self.workers if call.execute == "all" else self.workers[:1]
+        parts = [call.arguments(len(workers), i, args) for i in range(len(workers))]
         calls = [
-            asyncio.create_task(worker.invoke(method, *part), name=worker.name)
+            asyncio.create_task(worker.invoke(name, *part), name=worker.name)
             for worker, part in zip(workers, parts, strict=True)
         ]
         try:
-            results = await self._results(method, calls, self.timeout if timeout is None else timeout)
+            results = await self._results(name, calls, self.timeout if timeout is None else timeout)
         finally:
-            for call in calls:
-                call.cancel()
-        if collect == "none":
-            return results[0] if execute == "first" else results
-        return list(chain.from_iterable(results)) if collect == "flatten" else collect(results)
+            for task in calls:
+                task.cancel()
+        return call.collected(results)
 
     async def _results(self, method: str, calls: list[asyncio.Task[Any]], timeout: float) -> list[Any]:
         done, waiting = await asyncio.wait(calls, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
@@ -110,18 +95,3 @@ class RankGroup:
             names = ", ".join(call.get_name() for call in calls if call in waiting)
             raise RankError(names, method, f"did not answer within {timeout:g} s")
         return [call.result() for call in calls]
-
-
-def _arguments(dispatch: Dispatch, ranks: int, rank: int, args: tuple[Any, ...]) -> Sequence[Any]:
-    if dispatch == "all":
-        return args
-    if dispatch == "slice":
-        return [_part(arg, ranks, rank) for arg in args]
-    return dispatch(ranks, rank, args)
-
-
-def _part(arg: Sequence[Any], ranks: int, rank: int) -> Sequence[Any]:
-    if len(arg) % ranks:
-        raise ValueError(f"cannot slice {len(arg)} items over {ranks} ranks: make the number divisible")
-    size = len(arg) // ranks
-    return arg[rank * size : (rank + 1) * size]

@@ -53,7 +53,7 @@ class _Counters:
 @dataclass
 class _Update:
     version: int
-    tensors: dict[str, Any]
+    weights: Any  # tensors by name, as the core takes them
     between_groups: bool
     done: concurrent.futures.Future[None] = field(default_factory=_future)
 
@@ -116,8 +116,8 @@ class InProcessVllm:
 
     async def load_weights(self, manifest: Manifest, buckets: Sequence[np.ndarray], *, between_groups: bool) -> None:
         self._require_alive()
-        tensors = await asyncio.to_thread(self._verify, manifest, buckets)
-        update = _Update(manifest.version, tensors, between_groups)
+        weights = await asyncio.to_thread(self._verify, manifest, buckets)
+        update = _Update(manifest.version, weights, between_groups)
         self._post(lambda: self._take_update(update))
         await asyncio.wrap_future(update.done)
 
@@ -153,11 +153,13 @@ class InProcessVllm:
         self._inbox.put(act)
         self._require_alive()
 
-    def _verify(self, manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, Any]:
+    def _verify(self, manifest: Manifest, buckets: Sequence[np.ndarray]) -> Any:
+        from makers.engines.shared import SharedWeights
         from weights.packing import unpack
 
         check_coverage(manifest, self._core.expected, what=f"the model in {self._model_path}")
-        return unpack(manifest, buckets)
+        tensors = unpack(manifest, buckets)
+        return SharedWeights(manifest, buckets) if self._config.workers > 1 else tensors
 
     # Below: on vLLM's thread only.
 
@@ -237,7 +239,7 @@ class InProcessVllm:
         self._update = None
         began = time.perf_counter()
         try:
-            self._core.load(update.version, update.tensors)
+            self._core.load(update.version, update.weights)
         except Exception as error:
             logger.exception(
                 "loading version %d failed; nothing is generated until a whole version is in", update.version
@@ -270,5 +272,5 @@ class InProcessVllm:
 def _vllm_core(config: VllmEngine, model_path: str, *, threads: int, **settings: Any) -> Any:
     from makers.engines.vllm_core import VllmCore, prepare_environment
 
-    prepare_environment(threads)
+    prepare_environment(threads, config.workers)
     return VllmCore(config, model_path, **settings)

@@ -6,6 +6,9 @@ How the guarantees of makers/engines/engine.py are kept here:
   asynchronous scheduling is off (with it, a step launched under the old weights would get the new label).
 - updates: names, shapes and checksums are checked before the model is touched. A load that fails nevertheless puts
   the module tree back together, but its values may be mixed, so the core is quarantined until a whole version is in.
+- several processes (`tensor_parallel`, `pipeline_parallel`): vLLM's workers are children of this one and end with it. Each
+  takes its part of a version from shared memory; a version is in only when it is in all of them. With stages several
+  batches are under way between two steps, so these are brought home before anything changes.
 - prefixes: the cache key carries the version (`cache_salt`). With `recompute`, requests that are running at an update
   drop their keys and values and compute them again under the new weights, so that every later token is exactly what
   the new version says; without, they go on with the old keys and values.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,13 +30,20 @@ from buffer.records import InfraFailure
 from makers.config import VllmEngine
 from makers.engines.engine import GroupRequest, Sample
 
+if TYPE_CHECKING:
+    from makers.engines.shared import SharedWeights
+
+    Weights = Mapping[str, Any] | SharedWeights  # tensors by name; shared where the workers are processes of their own
+
 MAX_PREFILL_TOKENS = 2048  # of one step on CPU, unless a single prompt needs more
 
 
-def prepare_environment(threads: int) -> None:
-    """Settings that vLLM and torch read when they are imported."""
+def prepare_environment(threads: int, workers: int) -> None:
+    """Settings that vLLM and torch read when they are imported. `threads` are those of all processes together."""
+    threads = max(1, threads // workers)
     os.environ.update(
         OMP_NUM_THREADS=str(threads),
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, and a fork copies locks that they hold
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         HF_HUB_OFFLINE="1",
@@ -85,14 +95,19 @@ class VllmCore:
         self._recompute = recompute
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config, model_path, seed)))
         self._engine.set_weight_version(str(version))
+        if (
+            config.pipeline_parallel > 1
+        ):  # makes the buffers between the stages, for which vLLM has no other time on CPU
+            self._engine.engine_core.execute_dummy_batch()
         self._groups: dict[int, _Group] = {}
         self._owner: dict[str, tuple[int, int]] = {}  # request -> group, index of the sample
+        self._ended: list[tuple[int, list[Sample]]] = []  # groups that ended outside step()
         self._next_request = 0
 
     @property
     def running(self) -> int:
-        """Groups that are not finished."""
-        return len(self._groups)
+        """Groups that step() has not returned."""
+        return len(self._groups) + len(self._ended)
 
     def add(self, group: int, request: GroupRequest) -> None:
         """Enter a group. Raises ValueError when vLLM refuses it, and then none of it has entered."""
@@ -119,6 +134,10 @@ class VllmCore:
 
         An exception from here is final: vLLM cannot go on after one.
         """
+        ended, self._ended = self._ended, []
+        return ended or self._step()
+
+    def _step(self) -> list[tuple[int, list[Sample]]]:
         finished = []
         for output in self._engine.step():
             group, index = self._owner.pop(output.request_id)
@@ -143,10 +162,14 @@ class VllmCore:
             self.abort(group)
         return groups
 
-    def load(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Replace all weights. `tensors` has been checked against `expected`; see `quarantined` for what may remain."""
+    def load(self, version: int, weights: Weights) -> None:
+        """Replace all weights. They have been checked against `expected`; see `quarantined` for what may remain."""
+        self._bring_home()
         self.quarantined = f"loading version {version} of the weights did not finish"
-        self._engine.collective_rpc(_load_in_worker, args=(list(tensors.items()),))
+        # A worker that raised would leave the answers of the others in their queues, to be taken for those of the next call.
+        errors = [error for error in self._engine.collective_rpc(_load_in_worker, args=(weights,)) if error is not None]
+        if errors:
+            raise RuntimeError("; ".join(errors))
         self._engine.set_weight_version(str(version))
         self._engine.reset_prefix_cache(reset_running_requests=self._recompute)
         self.version = version
@@ -154,6 +177,16 @@ class VllmCore:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+    def _bring_home(self) -> None:
+        """End the batches that pipeline stages are working on: their tokens are of the version that is in now."""
+        core = self._engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        core.pause_scheduler("keep", clear_cache=False)
+        while any(batch.total_num_scheduled_tokens for _, batch, _ in core.batch_queue):
+            self._ended += self._step()
+        core.resume_scheduler()
 
     def _forget(self, requests: Sequence[str]) -> None:
         alive = [name for name in requests if self._owner.pop(name, None) is not None]
@@ -174,6 +207,9 @@ def engine_arguments(config: VllmEngine, model_path: str, seed: int) -> dict[str
         "enable_prefix_caching": True,
         "async_scheduling": False,
         "disable_log_stats": True,
+        "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
+        "distributed_executor_backend": "mp" if config.workers > 1 else "uni",
         "use_tqdm_on_load": False,
     }
     if torch.cuda.is_available():
@@ -183,7 +219,7 @@ def engine_arguments(config: VllmEngine, model_path: str, seed: int) -> dict[str
         }
     else:
         device = {
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30 / config.workers),
             "enforce_eager": config.enforce_eager is not False,
             # A seeded request whose prompt is computed in chunks ends vLLM's engine on CPU, so prompts go in whole.
             "enable_chunked_prefill": False,
@@ -218,16 +254,19 @@ def _sample(completion: Any) -> Sample:
     return Sample(token_ids, logprobs, versions, completion.finish_reason == "length")
 
 
-def _load_in_worker(worker: Any, weights: list[tuple[str, Any]]) -> None:
-    """Runs inside vLLM's worker: load through its layerwise reload, and mend the module tree if that fails."""
+def _load_in_worker(worker: Any, weights: Weights) -> str | None:
+    """Runs inside each of vLLM's workers: load through its layerwise reload, and mend the module tree if that fails.
+
+    Returns what went wrong, None if nothing did.
+    """
     from vllm.model_executor.model_loader.reload import layerwise
 
     model = worker.model_runner.get_model()
     try:
-        worker.reload_weights(weights_iterator=weights)
+        worker.reload_weights(weights_iterator=list(weights.items()))
         _refresh_tied_head(model, worker.model_config.hf_config)
         _repack_experts(model)
-    except BaseException:
+    except Exception as error:
         # vLLM leaves half the modules on the meta device; a later load would fail or, worse, mix old pieces in.
         for module in model.modules():
             info = layerwise.get_layerwise_info(module)
@@ -236,7 +275,8 @@ def _load_in_worker(worker: Any, weights: list[tuple[str, Any]]) -> None:
                     layerwise._place_kernel_tensors(module, info)
                 info.reset()  # type: ignore[no-untyped-call]
         layerwise.LOADING_LAYERS.clear()
-        raise
+        return f"{worker.rank}: {error!r}" if worker.parallel_config.world_size > 1 else repr(error)
+    return None
 
 
 def _refresh_tied_head(model: Any, hf_config: Any) -> None:

@@ -118,6 +118,20 @@ def test_a_model_that_cannot_be_trained_is_refused(workplace: Path) -> None:
     assert "bare: no tokenizer" in plan_refused(workplace, bare)
 
 
+def test_a_reference_that_numbers_tokens_otherwise_is_refused(workplace: Path) -> None:
+    def swap(copy: Path) -> None:
+        whole = json.loads((copy / "tokenizer.json").read_text())
+        vocab = whole["model"]["vocab"]
+        vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+        (copy / "tokenizer.json").write_text(json.dumps(whole))
+
+    model_folder(workplace, "other-words", swap)
+    told = plan_refused(workplace, "makers.frozen={kind: reference, model: {path: other-words}}")
+    assert "makers.frozen.model.path: 2 of 320 token ids mean something else in" in told
+    told = plan_refused(workplace, "makers.frozen={kind: reference, model: {path: nothing-here}}")
+    assert "makers.frozen.model.path: model.path 'nothing-here': no such folder" in told
+
+
 def test_chat_messages_need_a_chat_template(workplace: Path) -> None:
     def without_template(copy: Path) -> None:
         (copy / "chat_template.jinja").unlink(missing_ok=True)

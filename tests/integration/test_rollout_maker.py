@@ -258,8 +258,8 @@ def test_without_recomputing_old_rows_go_on_and_new_rows_see_nothing_of_the_old_
         np.testing.assert_allclose(sample.logprobs, true_logprobs(after, PROMPT, sample.token_ids), atol=TOLERANCE)
 
 
-def broken_version(kind: str, version: int):
-    tensors = dict(weights_of(version))
+def broken_version(kind: str, version: int, family: str = "tiny-llama"):
+    tensors = dict(weights_of(version, family))
     name = "model.layers.1.self_attn.q_proj.weight"
     if kind == "missing":
         del tensors[name]

@@ -25,7 +25,7 @@ print(json.dumps([heavy for heavy in json.loads(sys.argv[1]) if heavy in sys.mod
         (("weights.manifest", "weights.store", "weights.client"), ()),
         (("makers.config", "makers.prompts", "makers.rewards"), ()),
         (("trainers.config", "trainers.trainer", "trainers.metrics", "trainers.checkpoints", "trainers.batch"), ()),
-        (("topology.launch",), ()),
+        (("topology.launch", "topology.groups"), ()),
         (("topology.supervisor", "topology.actors", "topology.handles"), ("ray",)),
     ],
 )

@@ -97,6 +97,35 @@ def test_a_bad_reward_is_refused(columns: dict[str, np.ndarray], message: str):
     assert message in str(error.value)
 
 
+def test_reference_logprobs_are_one_for_each_response_token_of_the_row():
+    inputs = {"rollout": rollout()}
+    logprobs = np.array([-0.5, 0.0, -1.0, -2.0, -0.1], np.float32)
+    validate_columns(lease("reference"), {"reference_logprobs": logprobs}, 2, inputs)
+    validate_answer(lease("reference"), Produced(2, 0, 20), {"reference_logprobs": logprobs}, inputs)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        (np.full(4, -1, np.float32), "reference_logprobs has 4 entries, not 5 (one for each response token)"),
+        (np.full(5, -1.0), "reference_logprobs has dtype float64, not float32"),
+        (np.array([-1, -1, -1, np.nan, -1], np.float32), "reference_logprobs of sample 1, token 1, is nan"),
+        (np.array([-1, -np.inf, -1, -1, -1], np.float32), "reference_logprobs of sample 0, token 1, is -inf"),
+        (np.array([0.2, 0.9, 0.1, 0.5, 0.3], np.float32), "a log-prob is finite and <= 0; 5 of 5"),
+    ],
+)
+def test_bad_reference_logprobs_are_refused(logprobs: np.ndarray, message: str):
+    with pytest.raises(ValueError) as error:
+        validate_columns(lease("reference"), {"reference_logprobs": logprobs}, 2, {"rollout": rollout()})
+    assert str(error.value).startswith("row 12 (prompt 'p12'), reference: ")
+    assert message in str(error.value)
+
+
+def test_reference_logprobs_without_the_rollout_they_are_of_are_refused():
+    with pytest.raises(ValueError, match="has to name that stage in its `needs`"):
+        validate_columns(lease("reference"), {"reference_logprobs": np.zeros(5, np.float32)}, 2)
+
+
 def test_a_stage_of_a_custom_maker_may_hold_any_flat_numbers():
     validate_columns(lease("critique"), {"scores": np.ones(7), "flags": np.array([True])}, 2)
     with pytest.raises(ValueError, match="not one dimension of numbers"):

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from buffer.config import BufferConfig
 from buffer.records import Lease, MakerInfo, Prompt, SampledRow
 from buffer.rows import Row
+from buffer.snapshot import restore, snapshot
 from buffer.table import ExperienceTable
 from tests.fakes import ManualClock, answer
 
@@ -167,10 +168,10 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule()
     def snapshot_and_restore(self):
-        state = json.loads(json.dumps(self.table.snapshot(lambda row, stage, reference: reference)))
+        state = json.loads(json.dumps(snapshot(self.table, lambda row, stage, reference: reference)))
         restored = self.new_table()
-        restored.restore(state, lambda row, stage, encoded: encoded)
-        assert json.loads(json.dumps(restored.snapshot(lambda row, stage, reference: reference))) == state
+        restore(restored, state, lambda row, stage, encoded: encoded)
+        assert json.loads(json.dumps(snapshot(restored, lambda row, stage, reference: reference))) == state
         assert {**restored.rows}.keys() == self.table.rows.keys()
         assert (restored.nbytes, restored.charged) == (self.table.nbytes, self.table.charged)
         self.ended(*(held.lease for held in self.table.leases.values()))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from buffer.report import table_status, who_waits
+from buffer.snapshot import restore, snapshot
 from tests.fakes import ManualClock, answer
 from tests.unit.buffer.tables import complete_all, fill, lease_of, new_table, train
 
@@ -107,9 +108,9 @@ def test_a_snapshot_is_plain_json_and_the_restored_table_goes_on_with_the_same_r
     sampled = table.select(1)
     assert sampled is not None
     lease_of(table, "r0")
-    state = json.loads(json.dumps(table.snapshot(lambda row, stage, reference: f"{row}/{stage}:{reference}")))
+    state = json.loads(json.dumps(snapshot(table, lambda row, stage, reference: f"{row}/{stage}:{reference}")))
     restored = new_table(max_staleness=1)
-    restored.restore(state, lambda row, stage, encoded: encoded.removeprefix(f"{row}/{stage}:"))
+    restore(restored, state, lambda row, stage, encoded: encoded.removeprefix(f"{row}/{stage}:"))
     restored.published(1)  # what a resumed trainer says first
     assert list(restored.rows) == [2, 3, 4, 5]
     assert (restored.complete, restored.nbytes, restored.charged) == (2, table.nbytes, table.charged)
@@ -117,7 +118,7 @@ def test_a_snapshot_is_plain_json_and_the_restored_table_goes_on_with_the_same_r
     assert lease_of(restored, "r0").row_id == 4
     assert train(restored, 2) == [2, 3]
     with pytest.raises(ValueError, match="into a fresh table only"):
-        restored.restore(state, lambda row, stage, encoded: encoded)
+        restore(restored, state, lambda row, stage, encoded: encoded)
 
 
 def test_the_status_counts_rows_by_stage():

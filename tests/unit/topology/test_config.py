@@ -121,6 +121,10 @@ def test_a_key_that_is_no_name_is_refused_with_its_line(tmp_path: Path) -> None:
         ("trainers.policy.optimizer.lr=.inf", "trainers.policy.optimizer.lr: Input should be a finite number"),
         ("weights.bucket_byte=1", "weights.bucket_byte: unknown key, did you mean `bucket_bytes`?"),
         (
+            "makers.rollout.engine.extra.data_parallel_size=2",
+            "makers.rollout.engine.extra: data_parallel_size: data parallelism is several makers, raise `replicas`",
+        ),
+        (
             "makers.rollout.engine.extra.logprobs_mode=raw_logprobs",
             "makers.rollout.engine.extra: logprobs_mode: set by",
         ),

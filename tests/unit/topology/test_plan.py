@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from topology.capacity import Capacity, Node
 from topology.config import ConfigError, RunConfig, load_config
 from topology.models import ModelInfo
-from topology.plan import Capacity, make_plan
+from topology.plan import make_plan
 
 SMOL = ModelInfo(
     family="llama",
@@ -23,8 +24,18 @@ SMOL = ModelInfo(
     max_positions=8192,
     parameters=134_515_008,
     has_chat_template=True,
+    experts=0,
+    expert_intermediate=0,
 )
-ROOMY = Capacity(cpus=64, gpus=0, memory_gib=256, what="this machine")
+ROOMY = Capacity("this machine", (Node("here", cpus=64, gpus=0, memory_gib=256),))
+
+
+def cluster(*nodes: Node) -> Capacity:
+    return Capacity("the cluster at 10.0.0.1:6379", nodes)
+
+
+def node(name: str = "a", cpus: float = 64, gpus: float = 0, memory_gib: float = 256, **custom: float) -> Node:
+    return Node(name, cpus, gpus, memory_gib, custom)
 
 
 def demo(*overrides: str) -> RunConfig:
@@ -86,8 +97,23 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         (("weights.every=50",), "no version would ever be published"),
         (("evaluation.at_start=false", "evaluation.at_end=false"), "nothing would be evaluated"),
         (
-            ("trainers.critic={algorithm: {type: grpo}, backend: {type: torch}, steps: 1}",),
-            "trainers.critic: only one trainer, named `policy`",
+            ("trainers.critic={backend: {type: torch}}",),
+            "trainers.critic: nobody reads its values, as trainers.policy.algorithm is `grpo`: remove it, or use `ppo`",
+        ),
+        (
+            ("trainers.policy.algorithm={type: ppo, kl_coef: 0}",),
+            "trainers.critic: missing, but trainers.policy.algorithm is `ppo`",
+        ),
+        (
+            ("trainers.policy.algorithm={type: ppo}", "trainers.critic={backend: {type: torch}}"),
+            "no group provides `reference`, which trainers.policy needs; .*or set trainers.policy.algorithm.kl_coef to 0",
+        ),
+        (
+            (
+                "trainers.policy.algorithm={type: ppo, kl_coef: 0}",
+                "trainers.critic={backend: {type: torch}, minibatches: 5, optimizer: {warmup_steps: 99}}",
+            ),
+            "(?s)trainers.critic.minibatches: 12 groups_per_step .*trainers.critic.optimizer.warmup_steps: 99 is more",
         ),
         (
             ("makers.other={kind: rollout, sampling: {n: 4, max_tokens: 8}}",),
@@ -100,6 +126,29 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         (
             ("makers.second={kind: reward, functions: [{name: exact_match}]}",),
             "makers.second.functions: differ from makers.reward.functions",
+        ),
+        (
+            ("makers.rollout.engine.tensor_parallel=2",),
+            "makers.rollout.engine.tensor_parallel: the model's 9 attention heads cannot be shared out over 2 processes: "
+            "use a divisor of 9",
+        ),
+        (
+            ("makers.rollout.engine.tensor_parallel=9",),
+            "tensor_parallel: the model's 1536 intermediate columns cannot be shared out over 9",
+        ),
+        (("makers.rollout.engine.pipeline_parallel=31",), "pipeline_parallel: 31 stages for 30 layers: use at most 30"),
+        (
+            ("makers.rollout.engine.tensor_parallel=3", "makers.rollout.resources.gpus=2"),
+            r"makers.rollout.resources.gpus: 2, but the engine has 3 x 1 = 3 process\(es\) .* set gpus: 3, or make the "
+            "product 2",
+        ),
+        (
+            ("makers.rollout.engine.pipeline_parallel=2", "makers.rollout.resources.gpus=0.5"),
+            r"resources.gpus: 0.5, but the engine has 1 x 2 = 2 process\(es\)",
+        ),
+        (
+            ("makers.a={kind: reference}", "makers.b={kind: reference, model: {path: other}}"),
+            "makers.b: has another model or dtype than makers.a",
         ),
         (("cluster={address: 'h:1', cpus: 4}",), "cluster.cpus: read only for a cluster of the run's own"),
     ],
@@ -115,21 +164,54 @@ def test_a_model_family_that_megatron_cannot_load_is_refused_with_the_supported_
 
 
 def test_more_actors_than_the_cluster_holds_are_refused_with_the_sum() -> None:
-    small = Capacity(cpus=4, gpus=0, memory_gib=256, what="the cluster at 10.0.0.1:6379")
     with pytest.raises(
-        ConfigError, match=r"needs 6\.1 CPUs \(5 x rollout, 1 x reward, trainer\), the cluster at .* has 4"
+        ConfigError, match=r"needs 6\.1 CPUs \(5 x rollout, 1 x reward, 1 x policy rank\), the cluster at .* has 4"
     ):
-        make_plan(demo("makers.rollout.replicas=5"), SMOL, small)
+        make_plan(demo("makers.rollout.replicas=5"), SMOL, cluster(node(cpus=4)))
 
 
 def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory: the plan needs about .* GiB .* this machine has 8\.0"):
-        make_plan(demo("makers.rollout.replicas=20"), SMOL, replace(ROOMY, memory_gib=8))
+        make_plan(demo("makers.rollout.replicas=20"), SMOL, Capacity(ROOMY.what, (node(memory_gib=8),)))
+
+
+def test_key_value_heads_are_shared_out_or_repeated() -> None:
+    model = replace(SMOL, heads=12, kv_heads=4)
+    for tensor_parallel in (2, 4, 12):
+        make_plan(demo(f"makers.rollout.engine.tensor_parallel={tensor_parallel}"), model, ROOMY)
+    with pytest.raises(
+        ConfigError, match="4 key/value heads can be neither shared out over nor repeated in 3 processes"
+    ):
+        make_plan(demo("makers.rollout.engine.tensor_parallel=3"), model, ROOMY)
+
+
+def test_an_engine_has_as_many_gpus_as_processes_or_a_part_of_one() -> None:
+    gpus = cluster(node(gpus=8))
+    make_plan(demo("makers.rollout.engine.tensor_parallel=3", "makers.rollout.resources.gpus=3"), SMOL, gpus)
+    make_plan(demo("makers.rollout.resources.gpus=0.5"), SMOL, gpus)
+
+
+def test_a_reference_with_fewer_positions_than_a_row_may_have_is_refused() -> None:
+    config = demo("makers.frozen={kind: reference, model: {path: small}}")
+    with pytest.raises(
+        ConfigError, match=r"makers.frozen.model.path: has 128 positions, but rows of makers.rollout may .* 256"
+    ):
+        make_plan(config, SMOL, ROOMY, {"frozen": replace(SMOL, max_positions=128)})
+
+
+def test_a_reference_counts_with_its_own_model_or_the_runs() -> None:
+    config = demo("makers.frozen={kind: reference, dtype: float32, micro_batch_tokens: 1024}")
+    seen = []
+    for own in ({}, {"frozen": replace(SMOL, parameters=10**9)}):
+        plan = make_plan(config, SMOL, ROOMY, own)
+        assert ("maker/frozen", "buffer", "reference columns, by reference") in plan.edges
+        seen.append(next(actor.memory_gib for actor in plan.actors if actor.name == "maker/frozen/0"))
+    assert seen == pytest.approx([0.7 + 0.50 + 0.19, 0.7 + 3.73 + 0.19], abs=0.01)
 
 
 def test_an_actor_that_fits_on_no_single_node_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="maker/rollout/0 needs 8 CPUs, the largest node has 4"):
-        make_plan(demo("makers.rollout.resources.cpus=8"), SMOL, replace(ROOMY, node_cpus=4))
+        make_plan(demo("makers.rollout.resources.cpus=8"), SMOL, cluster(*[node(cpus=4)] * 3))
 
 
 def test_gpus_that_are_not_there_are_refused() -> None:
@@ -141,4 +223,4 @@ def test_a_custom_resource_that_no_cluster_offers_is_refused_and_one_that_is_the
     config = demo("makers.reward.resources={custom: {verifier: 2}}")
     with pytest.raises(ConfigError, match=r"resources.custom: the plan needs 2 verifier, this machine has 0"):
         make_plan(config, SMOL, ROOMY)
-    assert make_plan(config, SMOL, replace(ROOMY, custom={"verifier": 2.0})).cpus == 3
+    assert make_plan(config, SMOL, cluster(node(verifier=2.0))).cpus == 3

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from tests.fakes_trainer import buffer_status, make_row, step_result
+from trainers.batch import StepPlan
 from trainers.metrics import MetricsBuilder, Shares, StepRecord, bound_by
 from trainers.planner import Batch
+from trainers.training import Trained
 
 MAKER = {
     "version": 3,
@@ -30,7 +32,7 @@ def batch() -> Batch:
 
 def record(**changes: Any) -> StepRecord:
     parts: dict[str, Any] = {
-        "result": step_result(7),
+        "trained": Trained(StepPlan(7, None, (), ()), step_result(7)),
         "batch": batch(),
         "version": 7,
         "seconds": {"step": 10.0, "wait_for_batch": 4.0, "train": 5.0, "publish": 0.5},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trainers.dispatch import function
 from trainers.rank_group import LocalWorker, RankError, RankGroup
 
 pytestmark = pytest.mark.timeout(30)
@@ -22,6 +23,13 @@ class Rank:
 
     def items(self, values: list[int]) -> list[int]:
         return [value * 10 for value in values]
+
+    def pairs(self, values: list[int]) -> tuple[list[int], list[int]]:
+        return values, [value * 2 for value in values]
+
+    @function(dispatch="slice", collect="flatten")
+    def doubled(self, values: list[int]) -> list[int]:
+        return [value * 2 for value in values]
 
     def fail(self) -> None:
         if self.number == 1:
@@ -59,10 +67,50 @@ def test_slice_cuts_every_argument_and_flatten_joins_the_answers() -> None:
     assert asyncio.run(ranks.call("items", [1, 2, 3, 4], dispatch="slice", collect="flatten")) == [10, 20, 30, 40]
 
 
-def test_slice_that_does_not_fit_is_refused_with_the_numbers() -> None:
+@pytest.mark.parametrize(("items", "parts"), [(5, [3, 2]), (1, [1, 0]), (0, [0, 0]), (4, [2, 2])])
+def test_slice_balances_a_list_and_a_worker_without_items_gets_an_empty_one(items: int, parts: list[int]) -> None:
     ranks, _ = group(2)
-    with pytest.raises(ValueError, match="cannot slice 3 items over 2 ranks"):
-        asyncio.run(ranks.call("items", [1, 2, 3], dispatch="slice"))
+    answer = asyncio.run(ranks.call("echo", list(range(items)), "same", dispatch="slice"))
+    assert [len(part) for _, part, _ in answer] == parts
+    assert [item for _, part, _ in answer for item in part] == list(range(items))
+    assert {shared for _, _, shared in answer} == {"same"}
+
+
+def test_lists_of_different_lengths_are_not_sliced_together() -> None:
+    ranks, _ = group(2)
+    with pytest.raises(ValueError, match=r"lists of different lengths together: \[2, 3\] items"):
+        asyncio.run(ranks.call("echo", [1, 2, 3], ["a", "b"], dispatch="slice"))
+
+
+def test_flatten_joins_tuples_of_lists_position_by_position() -> None:
+    ranks, _ = group(2)
+    assert asyncio.run(ranks.call("pairs", [1, 2, 3], dispatch="slice", collect="flatten")) == ([1, 2, 3], [2, 4, 6])
+
+
+def test_flatten_of_something_else_says_which_worker_gave_what() -> None:
+    ranks, _ = group(2)
+    with pytest.raises(TypeError, match="flatten joins lists, or tuples of lists; worker 0 gave a str"):
+        asyncio.run(ranks.call("thread", collect="flatten"))
+
+
+def test_a_marked_function_is_called_as_it_says_and_a_keyword_replaces_what_it_says() -> None:
+    ranks, _ = group(2)
+    assert asyncio.run(ranks.call(Rank.doubled, [1, 2, 3])) == [2, 4, 6]
+    assert asyncio.run(ranks.call(Rank.doubled, [1, 2, 3], collect="none")) == [[2, 4], [6]]
+    assert Rank(0).doubled([1]) == [2]  # on a plain object the mark changes nothing
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dispatch": "some"}, "dispatch='some': use 'all', 'slice' or a callable"),
+        ({"execute": "last"}, "execute='last': use 'all', 'first'"),
+        ({"collect": "sum"}, "collect='sum': use 'none', 'flatten' or a callable"),
+    ],
+)
+def test_a_word_that_is_not_known_is_refused_where_it_stands(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(**wrong)
 
 
 def test_callables_dispatch_and_collect() -> None:
@@ -107,5 +155,5 @@ def test_the_error_crosses_processes_with_all_it_says() -> None:
     assert (error.rank, error.method, str(error)) == (
         "rank/1",
         "save",
-        "trainer rank rank/1 failed (OSError: full) in save()",
+        "rank rank/1 failed (OSError: full) in save()",
     )

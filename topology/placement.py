@@ -1,0 +1,135 @@
+"""The bundles of a plan as placement groups of the cluster: detached, named `tandem/RUN/GROUP`, ended with the run.
+
+Guarantees: bundles that can never be placed are told of within seconds, with what is missing; those that only wait for
+others to finish are told of once, and waited for; units are numbered node by node, so that neighbouring ranks are on the
+same node, and whoever is started again comes back to where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from buffer.config import Resources
+from topology.bundles import BundleGroup, Node, asked, never_fits, say
+
+GIB = 1 << 30
+PATIENCE = 2.0  # seconds after which bundles that are not placed yet are looked into
+
+OnWait = Callable[[str, str, str], None]  # (group, what it needs, what is free)
+
+
+class CannotPlace(Exception):
+    """Some bundles can never be placed; the message has the numbers and the remedy."""
+
+
+class Placement:
+    """Where the actors of a run go. `strategy` answers once `reserve` has returned."""
+
+    def __init__(self, groups: Sequence[BundleGroup], namespace: str) -> None:
+        self.waiting = {group.name: _needs(group) for group in groups}  # not placed yet -> what they need
+        self._groups = groups
+        self._namespace = namespace
+        self._where: dict[str, PlacementGroupSchedulingStrategy] = {}
+
+    async def reserve(self, on_wait: OnWait) -> None:
+        """Returns when every bundle is placed; `on_wait` is told of each group that has to wait. Raises CannotPlace."""
+        handles = [self._request(group) for group in self._groups]
+        await asyncio.gather(
+            *(self._place(group, handle, on_wait) for group, handle in zip(self._groups, handles, strict=True))
+        )
+
+    def strategy(self, actor: str) -> PlacementGroupSchedulingStrategy | None:
+        """None for an actor that asks for nothing."""
+        return self._where.get(actor)
+
+    def _request(self, group: BundleGroup) -> Any:
+        return placement_group(
+            [_demand(bundle.resources) for bundle in group.bundles],
+            strategy=group.policy.upper(),
+            name=f"{self._namespace}/{group.name}",
+            lifetime="detached",
+        )
+
+    async def _place(self, group: BundleGroup, handle: Any, on_wait: OnWait) -> None:
+        told = False
+        while not await asyncio.to_thread(handle.wait, PATIENCE):
+            _refuse_if_never(group, handle)
+            if not told:
+                on_wait(group.name, self.waiting[group.name], say(_free(group)))
+                told = True
+        del self.waiting[group.name]
+        for bundle, index in zip(group.bundles, _node_by_node(handle), strict=True):
+            for actor in bundle.actors:
+                self._where[actor] = PlacementGroupSchedulingStrategy(handle, placement_group_bundle_index=index)
+
+
+def release(namespace: str) -> None:
+    """Remove every placement group of a run, whoever made it."""
+    for row in placement_group_table().values():
+        if row["name"].startswith(f"{namespace}/") and row["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(row["placement_group_id"])))
+
+
+def cluster_nodes() -> tuple[Node, ...]:
+    """The nodes that are up, by address."""
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_address)
+    return tuple(
+        Node(
+            name=node["NodeManagerAddress"],
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+            memory_gib=node["Resources"].get("memory", 0.0) / GIB,
+            custom=node["Resources"],
+        )
+        for node in alive
+    )
+
+
+def _node_by_node(handle: Any) -> list[int]:
+    """Ray's indices of the bundles (all alike), sorted by the node they are on."""
+    address = {node["NodeID"]: _address(node) for node in ray.nodes()}
+    node_of: Mapping[int, str] = placement_group_table(handle)["bundles_to_node_id"]
+    return sorted(node_of, key=lambda index: (address[node_of[index]], index))
+
+
+def _address(node: Mapping[str, Any]) -> tuple[Any, ...]:
+    """10.0.0.9 before 10.0.0.10; nodes on one address are told apart by id."""
+    parts = node["NodeManagerAddress"].split(".")
+    return [int(part) if part.isdigit() else 0 for part in parts], node["NodeManagerAddress"], node["NodeID"]
+
+
+def _refuse_if_never(group: BundleGroup, handle: Any) -> None:
+    nodes = cluster_nodes()
+    never = never_fits(group, nodes)
+    state = placement_group_table(handle)["stats"]["scheduling_state"]
+    if never is None and state == "INFEASIBLE":
+        never = f"placement: {group.name} needs {_needs(group)}, which this cluster can never hold"
+    if never is not None:
+        have = "; ".join(f"{node.name} has {node.cpus:g} CPUs, {node.gpus:g} GPUs" for node in nodes)
+        raise CannotPlace(f"{never} ({have})")
+
+
+def _needs(group: BundleGroup) -> str:
+    return f"{len(group.bundles)} x {say(asked(group.bundles[0].resources))} ({group.policy})"
+
+
+def _free(group: BundleGroup) -> dict[str, float]:
+    free = ray.available_resources()
+    kinds = {"CPUs": "CPU", "GPUs": "GPU"}
+    return {name: free.get(kinds.get(name, name), 0.0) for name in asked(group.bundles[0].resources)}
+
+
+def _demand(resources: Resources) -> dict[str, float]:
+    every = {"CPU": resources.cpus, "GPU": resources.gpus, **resources.custom}
+    return {name: amount for name, amount in every.items() if amount}
