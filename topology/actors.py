@@ -217,6 +217,7 @@ class MakerActor(Shell):
 
     async def start(self) -> MakerInfo:
         from makers.factory import build_maker
+        from topology.bundles import makers_in_turns
         from topology.handles import RayWeightClient
         from topology.models import resolve_model
         from topology.roles import model_of, stage_of
@@ -230,6 +231,7 @@ class MakerActor(Shell):
             model_path=self.identity.model_path if own is None else str(resolve_model(own.path)),
             weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout),
             seed=self.config.seed + int(index),
+            sleeps=self.identity.name in makers_in_turns(self.config),
         )
         await self._maker.start()
         self._needs = tuple(self._maker.needs)
@@ -284,6 +286,27 @@ class TrainerActor(Shell):
         return self._trainer.status()
 
 
+class CriticActor(Shell):
+    """`trainer/critic`: the controller of the value model. The references it is given it only passes on."""
+
+    async def start(self, ranks: Sequence[str]) -> None:
+        from topology.wiring import build_critic
+
+        self._critic = await asyncio.to_thread(build_critic, self, ranks)
+
+    async def values(self, rows: Any, references: Sequence[Any]) -> Any:
+        return await self._critic.values(rows, references)
+
+    async def train(self, rows: Any, labels: Any, references: Sequence[Any]) -> Any:
+        return await self._critic.train(rows, labels, references)
+
+    async def save(self, folder: str) -> None:
+        await self._critic.save(folder)
+
+    async def status(self) -> dict[str, Any]:
+        return self._critic.status()
+
+
 class RankActor(Shell):
     """`trainer/ROLE/rank/I`: one process of a trainer. Its work runs in one thread, so that it answers meanwhile."""
 
@@ -297,31 +320,33 @@ class RankActor(Shell):
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    async def start(self, index: int, world: int, address: str, restore: str | None) -> int:
-        """Load the model (and the checkpoint); the number of buckets of an export."""
+    async def start(self, index: int, world: int, address: str, restore: str | None) -> None:
+        """Load the model (and the checkpoint)."""
         from trainers.learner import Rendezvous
 
         rendezvous = Rendezvous(index, world, address, self.config.limits.step)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
 
-    def _start(self, rendezvous: Rendezvous, restore: str | None) -> int:
+    def _start(self, rendezvous: Rendezvous, restore: str | None) -> None:
         from topology.plan import past_versions
-        from topology.roles import POLICY
+        from topology.roles import POLICY, role_of
         from trainers.rank import TrainerRank
 
+        role = role_of(self.identity.name)
+        failures = Path(self.identity.folder) / "failures"
         self._rank = TrainerRank(
-            self.config.trainers[POLICY],
+            self.config.trainers[role],
             model_path=self.identity.model_path,
             rendezvous=rendezvous,
             bucket_bytes=self.config.weights.bucket_bytes,
             seed=self.config.seed,
+            steps=self.config.trainers[POLICY].steps,
             past_versions=past_versions(self.config),
-            failures_folder=str(Path(self.identity.folder) / "failures"),
+            failures_folder=str(failures if role == POLICY else failures / role),
         )
         self._rank.start()
         if restore is not None:
             self._rank.restore(restore)
-        return self._rank.num_buckets()
 
     async def invoke(self, method: str, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._rank, method), *args)

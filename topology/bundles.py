@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from buffer.config import Resources
 from topology.config import PlacementPolicy, RunConfig
-from topology.roles import ranks_of, tensor_parallel_of
+from topology.roles import rank_names, tensor_parallel_of
 
 EPSILON = 1e-9
 
@@ -66,7 +66,7 @@ def units(config: RunConfig, name: str) -> list[Bundle]:
         return [Bundle(maker.resources, (f"maker/{name}/{index}",)) for index in range(maker.replicas)]
     trainer = config.trainers[name]
     size = tensor_parallel_of(trainer)
-    ranks = [f"trainer/{name}/rank/{index}" for index in range(ranks_of(trainer))]
+    ranks = rank_names(name, trainer)
     parts = [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
     return [Bundle(total([trainer.resources] * len(part)), part) for part in parts]
 

@@ -13,26 +13,31 @@ from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
 from topology.roles import POLICY, stages_of
-from trainers.config import MegatronBackend
+from trainers.config import MegatronBackend, Ppo
 from trainers.parallel import unsupported
-
-NEEDED_STAGES = ("rollout", "reward")  # by every policy-gradient algorithm
 
 
 def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    unknown = sorted(set(config.trainers) - {POLICY})
-    if unknown:
-        yield f"trainers.{unknown[0]}: only one trainer, named `{POLICY}`, is supported so far"
-    if POLICY not in config.trainers:
-        yield f"trainers: needs one named `{POLICY}`"
-        return
-    trainer = config.trainers[POLICY]
-    if trainer.groups_per_step % trainer.minibatches:
+    groups, algorithm = config.trainers[POLICY].groups_per_step, config.trainers[POLICY].algorithm
+    for role, trainer in config.trainers.items():
+        if groups % trainer.minibatches:
+            yield (
+                f"trainers.{role}.minibatches: {groups} groups_per_step cannot be split into {trainer.minibatches} equal "
+                f"minibatches: use a divisor of {groups}"
+            )
+    critic = config.trainers.critic
+    if isinstance(algorithm, Ppo) and critic is None:
         yield (
-            f"trainers.policy.minibatches: {trainer.groups_per_step} groups_per_step cannot be split into "
-            f"{trainer.minibatches} equal minibatches: use a divisor of {trainer.groups_per_step}"
+            "trainers.critic: missing, but trainers.policy.algorithm is `ppo`, which learns from its values: add one with a "
+            "backend of its own, or use `grpo`"
         )
-    if model.family not in SUPPORTED_FAMILIES and isinstance(trainer.backend, MegatronBackend):
+    if critic is not None and not isinstance(algorithm, Ppo):
+        yield (
+            f"trainers.critic: nobody reads its values, as trainers.policy.algorithm is `{algorithm.type}`: remove it, or use "
+            "`ppo`"
+        )
+    megatron = any(isinstance(trainer.backend, MegatronBackend) for _, trainer in config.trainers.items())
+    if model.family not in SUPPORTED_FAMILIES and megatron:
         yield (
             f"model.path: family `{model.family}` is not supported by the Megatron backend; "
             f"supported: {', '.join(SUPPORTED_FAMILIES)}"
@@ -62,7 +67,7 @@ def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         rollouts = [maker for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
         if not isinstance(backend, MegatronBackend) or not rollouts:
             continue
-        groups, n = trainer.groups_per_step / trainer.minibatches, rollouts[0].sampling.n
+        groups, n = config.trainers[POLICY].groups_per_step / trainer.minibatches, rollouts[0].sampling.n
         if backend.data_parallel > groups * n:
             yield (
                 f"trainers.{role}.backend.data_parallel: {backend.data_parallel} ranks for the {groups * n:g} samples of an "
@@ -74,11 +79,12 @@ def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     provided = set(stages_of(config))
     if "rollout" in provided and not any(isinstance(maker, RolloutMaker) for maker in config.makers.values()):
         yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
-    for stage in NEEDED_STAGES:
+    for stage in config.trainers[POLICY].stages:
         if stage not in provided:
+            penalty = ", or set trainers.policy.algorithm.kl_coef to 0" if stage == "reference" else ""
             yield (
                 f"makers: no group provides `{stage}`, which trainers.policy needs; "
-                f"add one with `kind: {stage}` (groups: {', '.join(config.makers)})"
+                f"add one with `kind: {stage}`{penalty} (groups: {', '.join(config.makers)})"
             )
 
 
@@ -87,9 +93,6 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     sizes = {maker.sampling.n for maker in rollouts.values()}
     if len(sizes) > 1:
         yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
-    budgets = {maker.sampling.max_tokens for maker in rollouts.values()}
-    if len(budgets) > 1:
-        yield f"makers.*.sampling.max_tokens: all rollout groups need the same budget, got {sorted(budgets)}"
     rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
     first, *others = rewards or [""]
     different = [group for group in others if rewards[group].functions != rewards[first].functions]
@@ -131,7 +134,8 @@ def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             continue
         engine, gpus = maker.engine, maker.resources.gpus
         tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
-        for what, count in (("attention heads", model.heads), ("intermediate columns", model.intermediate)):
+        columns = model.expert_intermediate if model.experts else model.intermediate
+        for what, count in (("attention heads", model.heads), ("intermediate columns", columns)):
             if count % tensor:
                 yield (
                     f"{where}.tensor_parallel: the model's {count} {what} cannot be shared out over {tensor} processes: use a "
@@ -179,12 +183,12 @@ def _check_reward_time(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 
 
 def _check_optimizer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    steps = config.trainers[POLICY].steps
     for role, trainer in config.trainers.items():
         optimizer = trainer.optimizer
-        if optimizer.warmup_steps > trainer.steps:
+        if optimizer.warmup_steps > steps:
             yield (
-                f"trainers.{role}.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {trainer.steps} steps "
-                "of the run"
+                f"trainers.{role}.optimizer.warmup_steps: {optimizer.warmup_steps} is more than the {steps} steps of the run"
             )
         if optimizer.min_lr and optimizer.schedule == "constant":
             yield f"trainers.{role}.optimizer.min_lr: {optimizer.min_lr:g} is not read with `schedule: constant`"
@@ -194,11 +198,7 @@ def _check_buffer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     buffer = config.buffer
     if buffer.window and buffer.order != "window":
         yield f"buffer.window: {buffer.window} is read only with `order: window`, but order is `{buffer.order}`"
-    if (
-        config.weights.every > 1
-        and config.trainers.get(POLICY)
-        and config.trainers[POLICY].steps < config.weights.every
-    ):
+    if config.weights.every > 1 and config.trainers[POLICY].steps < config.weights.every:
         yield (
             f"weights.every: {config.weights.every} steps between versions, but trainers.policy.steps is "
             f"{config.trainers[POLICY].steps}: no version would ever be published"

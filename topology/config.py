@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from buffer.config import BufferConfig, Strict
 from makers.config import MakerConfig, ModelConfig, PromptsConfig
-from trainers.config import MetricsConfig, TrainerConfig
+from trainers.config import MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -96,7 +96,7 @@ class RunConfig(Strict):
     model: ModelConfig
     prompts: PromptsConfig
     makers: dict[Annotated[str, Field(pattern=RUN_NAME)], MakerConfig] = Field(min_length=1)
-    trainers: dict[str, TrainerConfig] = Field(min_length=1)
+    trainers: TrainersConfig
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -244,6 +244,8 @@ def _written_path(location: tuple[Any, ...], data: Any) -> list[Any]:
 def _nearest(key: str) -> str:
     known = sorted(_all_keys(RunConfig))
     close = difflib.get_close_matches(key, known, n=1)
+    if close == [key]:
+        return " in this section: it belongs to another one"
     return f", did you mean `{close[0]}`?" if close else ""
 
 

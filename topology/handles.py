@@ -145,6 +145,29 @@ class RayWorker:
             ray.kill(self._actor)
 
 
+class RayCritic:
+    """A policy's view of its critic: implements `trainers.ports.ValueModel`.
+
+    The references go inside a list: so they arrive as references, and Ray brings the columns to the critic's ranks only.
+    """
+
+    def __init__(self, critic: ActorHandle, timeout: float) -> None:
+        self._critic = critic
+        self._timeout = timeout
+
+    async def values(self, rows: Any, references: Sequence[Any]) -> list[Any]:
+        return await self._call("values", rows, list(references))
+
+    async def train(self, rows: Any, labels: Any, references: Sequence[Any]) -> Any:
+        return await self._call("train", rows, labels, list(references))
+
+    async def save(self, folder: str) -> None:
+        await self._call("save", folder)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await call(getattr(self._critic, method).remote(*args), self._timeout + MARGIN, f"critic: {method}")
+
+
 class RayRows:
     """A trainer's view of the buffer: implements `trainers.trainer.RowSource`."""
 

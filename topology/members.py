@@ -9,7 +9,7 @@ from typing import Any
 
 from topology.capacity import PlannedActor
 from topology.config import RunConfig
-from topology.roles import POLICY
+from topology.roles import POLICY, role_of
 
 
 @dataclass
@@ -77,7 +77,7 @@ def snapshot(
 def threads_of(config: RunConfig, planned: PlannedActor) -> int:
     """CPU threads of an actor: its engine's or backend's own setting, else the CPUs it asks for."""
     if planned.kind == "rank":
-        return config.trainers[POLICY].threads
+        return config.trainers[role_of(planned.name)].threads
     own = None
     if planned.kind == "maker":
         maker = config.makers[planned.name.split("/")[1]]

@@ -26,12 +26,8 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
-SUPPORTED_FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)  # `model_type` values that the trainer can load and export
+# `model_type` values that the trainer can load and export
+SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class ModelError(ValueError):
@@ -51,11 +47,11 @@ class ModelInfo:
     head_dim: int
     vocab: int
     tied: bool  # output layer shares the embedding's weights
-    experts: int  # of each layer; 0 where every token goes through the same weights
-    expert_intermediate: int
     max_positions: int
     parameters: int  # exact for the supported families, an estimate for others
     has_chat_template: bool
+    experts: int = 0  # of each layer; 0: every token goes through the same weights
+    expert_intermediate: int = 0  # MLP rows of one expert
 
 
 def resolve_model(path: str, cache: Path | None = None) -> Path:

@@ -17,7 +17,7 @@ from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
 from topology.models import ModelInfo
-from topology.roles import POLICY, ranks_of, rollout_of, stage_of
+from topology.roles import CRITIC, POLICY, rank_names, rollout_of, stage_of
 from trainers.config import MegatronBackend
 
 GIB = 1 << 30
@@ -85,18 +85,17 @@ def make_plan(
 
 
 def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelInfo]) -> Plan:
-    trainer = config.trainers[POLICY]
     service = Resources(cpus=0)
     actors = [
         PlannedActor("supervisor", "supervisor", service, RUNTIME_GIB["service"]),
         PlannedActor("buffer", "buffer", service, RUNTIME_GIB["service"]),
         PlannedActor("weights", "weights", service, RUNTIME_GIB["service"]),
-        PlannedActor(f"trainer/{POLICY}", "trainer", service, RUNTIME_GIB["service"]),
     ]
-    actors += [
-        PlannedActor(f"trainer/{POLICY}/rank/{index}", "rank", trainer.resources, *_rank_memory(config, POLICY, model))
-        for index in range(ranks_of(trainer))
-    ]
+    for role, trainer in config.trainers.items():
+        memory = _rank_memory(config, role, model)
+        kind = "trainer" if role == POLICY else "critic"
+        actors.append(PlannedActor(f"trainer/{role}", kind, service, RUNTIME_GIB["service"]))
+        actors += [PlannedActor(name, "rank", trainer.resources, *memory) for name in rank_names(role, trainer)]
     for group, maker in config.makers.items():
         memory = _maker_memory(maker, own_models.get(group, model))
         actors += [
@@ -134,6 +133,9 @@ def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield "weights", f"maker/{group}", "newest version"
     yield "buffer", f"trainer/{POLICY}", "complete rows, by reference"
     yield f"trainer/{POLICY}", "weights", f"a version every {config.weights.every} step(s)"
+    if config.trainers.critic is not None:
+        yield f"trainer/{POLICY}", f"trainer/{CRITIC}", "rows by reference, then returns"
+        yield f"trainer/{CRITIC}", f"trainer/{POLICY}", "values"
 
 
 def _arithmetic(config: RunConfig) -> dict[str, str]:
@@ -142,7 +144,10 @@ def _arithmetic(config: RunConfig) -> dict[str, str]:
     in_flight = (config.buffer.max_staleness + 1) * groups * every
     return {
         "samples per step": f"{groups} groups x {n} samples = {groups * n}",
-        "optimizer steps per step": str(trainer.minibatches),
+        **{
+            f"optimizer steps per step{'' if role == POLICY else f' ({role})'}": str(each.minibatches)
+            for role, each in config.trainers.items()
+        },
         "rows per version": f"{groups} groups x {every} step(s) = {groups * every}",
         "rows in flight at most": f"(max_staleness {config.buffer.max_staleness} + 1) x {groups * every} = {in_flight}",
         "rows in all": f"{trainer.steps} steps x {groups} = {trainer.steps * groups}",
@@ -181,12 +186,13 @@ def _rank_memory(config: RunConfig, role: str, model: ModelInfo) -> tuple[float,
     """
     trainer = config.trainers[role]
     backend, width = trainer.backend, FLOAT_BYTES[trainer.backend.dtype]
+    past = past_versions(config) if role == POLICY else 0
     parts = sharers = 1
     if isinstance(backend, MegatronBackend):
         parts = backend.tensor_parallel * backend.pipeline_parallel
         sharers = backend.data_parallel if backend.distributed_optimizer else 1
     own = model.parameters / parts / GIB
-    states = own * (width * (1 + past_versions(config)) + 4 + 12 / sharers)
+    states = own * (width * (1 + past) + 4 + 12 / sharers)
     activations = backend.micro_batch_tokens * model.layers * model.hidden * 34 * width / 2 / parts / GIB
     if not trainer.resources.gpus:
         return RUNTIME_GIB["rank"] + states + activations, 0.0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from makers.config import CustomMaker, MakerConfig, ModelConfig, RolloutMaker
 from topology.config import RunConfig
-from trainers.config import MegatronBackend, TrainerConfig
+from trainers.config import MegatronBackend, RanksConfig
 
-POLICY = "policy"
+POLICY: Final = "policy"
+CRITIC: Final = "critic"
 
 
 def stage_of(maker: MakerConfig, group: str) -> str:
@@ -24,11 +27,25 @@ def rollout_of(config: RunConfig) -> RolloutMaker:
     return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
 
 
-def ranks_of(trainer: TrainerConfig) -> int:
+def max_response_tokens(config: RunConfig) -> int:
+    """The largest completion budget: the constant of Dr.GRPO, one for all rows, whichever group made them."""
+    return max(maker.sampling.max_tokens for maker in config.makers.values() if isinstance(maker, RolloutMaker))
+
+
+def role_of(actor: str) -> str:
+    """Of `trainer/ROLE` and `trainer/ROLE/rank/I`."""
+    return actor.split("/")[1]
+
+
+def ranks_of(trainer: RanksConfig) -> int:
     return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
 
 
-def tensor_parallel_of(trainer: TrainerConfig) -> int:
+def rank_names(role: str, trainer: RanksConfig) -> list[str]:
+    return [f"trainer/{role}/rank/{index}" for index in range(ranks_of(trainer))]
+
+
+def tensor_parallel_of(trainer: RanksConfig) -> int:
     """Ranks next to each other that exchange activations in every layer."""
     return trainer.backend.tensor_parallel if isinstance(trainer.backend, MegatronBackend) else 1
 

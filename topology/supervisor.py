@@ -19,17 +19,17 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer.config import Resources
-from topology.actors import BufferActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
-from topology.bundles import makers_in_turns, shared_devices, sharers
+from topology.actors import BufferActor, CriticActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
+from topology.bundles import makers_in_turns, shared_devices, sharers, trainers_in_turns
 from topology.capacity import PlannedActor
 from topology.handles import ActorLost, call
 from topology.members import Member, snapshot, threads_of
 from topology.names import log_file
 from topology.placement import CannotPlace, Placement, release
 from topology.plan import Plan
-from topology.roles import POLICY
+from topology.roles import CRITIC, POLICY, role_of
 from topology.runs import RunFolder, write_json
-from trainers.checkpoints import RANKS_FOLDER
+from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER
 from trainers.memory import KEEP_FREED_MEMORY
 from trainers.recorder import append_event
 
@@ -39,6 +39,7 @@ CLASSES: dict[str, type[Shell]] = {
     "buffer": BufferActor,
     "weights": WeightsActor,
     "trainer": TrainerActor,
+    "critic": CriticActor,
     "rank": RankActor,
     "maker": MakerActor,
 }
@@ -141,23 +142,31 @@ class Supervisor(Shell):
         await asyncio.gather(buffer, trainer, *makers)
 
     async def _start_trainer(self, step: int, buffer: Awaitable[None]) -> None:
-        """The ranks, then the trainer that calls them; its first act is to publish the start weights."""
-        ranks = self._kind("rank")
-        for rank in ranks:
-            await self._share_devices(rank)
-        restore = None if self.resume is None else str(Path(self.resume["folder"]) / RANKS_FOLDER)
-        address = await self._ask(ranks[0], "free_address")
-        buckets, *_ = await asyncio.gather(
-            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks))
-        )
+        """All ranks, then who calls them; the policy's first act is to publish the start weights."""
+        await asyncio.gather(*(self._start_ranks(role) for role in self.config.trainers))
+        ranks = self._ranks(POLICY)
+        buckets, *_ = await asyncio.gather(*(self._ask(rank, "invoke", "num_buckets") for rank in ranks))
         names = [rank.name for rank in ranks]
         await self._ready(self.members["weights"], "connect", names, buckets)
+        if critic := self.members.get(f"trainer/{CRITIC}"):
+            await self._ready(critic, "start", [rank.name for rank in self._ranks(CRITIC)])
         trainer = self.members[f"trainer/{POLICY}"]
         await self._ready(trainer, "start", names, step)
         await buffer
         await self._ask(trainer, "publish_start")
-        if self.in_turns:
-            await asyncio.gather(*(self._ask(rank, "invoke", "offload") for rank in ranks))
+        sharing = [rank for role in trainers_in_turns(self.config) for rank in self._ranks(role)]
+        await asyncio.gather(*(self._ask(rank, "invoke", "offload") for rank in sharing if self.in_turns))
+
+    async def _start_ranks(self, role: str) -> None:
+        """They meet, and load their model or what the checkpoint has of it."""
+        ranks, folder = self._ranks(role), RANKS_FOLDER if role == POLICY else CRITIC_FOLDER
+        for rank in ranks:
+            await self._share_devices(rank)
+        restore = None if self.resume is None else str(Path(self.resume["folder"]) / folder)
+        address = await self._ask(ranks[0], "free_address")
+        await asyncio.gather(
+            *(self._ready(rank, "start", index, len(ranks), address, restore) for index, rank in enumerate(ranks))
+        )
 
     async def _start_maker(self, member: Member, buffer: Awaitable[None], trainer: Awaitable[None]) -> None:
         if member.name in self.in_turns:
@@ -270,6 +279,9 @@ class Supervisor(Shell):
         threads = threads_of(self.config, planned)
         identity = replace(self.identity, name=planned.name, threads=threads, gpus=options["num_gpus"])
         return ray.remote(CLASSES[planned.kind]).options(**options).remote(identity)
+
+    def _ranks(self, role: str) -> list[Member]:
+        return [member for member in self._kind("rank") if role_of(member.name) == role]
 
     def _kind(self, kind: str) -> list[Member]:
         return [member for member in self.members.values() if member.planned.kind == kind]

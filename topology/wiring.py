@@ -1,18 +1,19 @@
-"""Giving a trainer its collaborators: drawing the edges of the picture for one trainer."""
+"""Giving the trainers their collaborators: drawing their edges of the picture."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from topology.bundles import makers_in_turns, trainers_in_turns
-from topology.handles import RayPublisher, RayRows, RaySleeper, RayWorker
+from topology.handles import RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import POLICY, rollout_of
+from topology.roles import CRITIC, POLICY, max_response_tokens, rank_names
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
+from trainers.critic import Critic
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
 from trainers.ports import Deadlines, Evaluation, Schedule
@@ -34,11 +35,11 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
     writer = None
     if config.rows.every is not None:
         writer = RowsWriter(folder.rows, config.rows.every, load_decoder(Path(shell.identity.model_path)))
-    group = RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], config.limits.step)
+    group = _group(shell, ranks)
     rows = RayRows(shell.peer("buffer"), CALL)
     return Trainer(
         settings,
-        planner=StepPlanner(settings, rollout_of(config).sampling.max_tokens),
+        planner=StepPlanner(settings, max_response_tokens(config)),
         ranks=group,
         rows=rows,
         weights=RayPublisher(shell.peer("weights"), config.weights.timeout),
@@ -51,20 +52,37 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
         schedule=Schedule(config.weights.every, config.checkpoint.every, config.checkpoint.at_end),
         deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=CALL),
         max_age=worst_case_staleness(config),
+        critic=None
+        if config.trainers.critic is None
+        else RayCritic(shell.peer(f"trainer/{CRITIC}"), config.limits.step),
         evaluation=_evaluation(config),
         rows_writer=writer,
-        turns=_turns(shell, rows, {POLICY: group}),
+        turns=_turns(shell, rows, group),
         start_step=start_step,
     )
 
 
-def _turns(shell: Any, rows: RayRows, groups: Mapping[str, RankGroup]) -> Turns | None:
-    """`groups`: the ranks by trainer."""
+def build_critic(shell: Any, ranks: Sequence[str]) -> Critic:
+    """The critic of the run that `shell` (a CriticActor) belongs to."""
+    return Critic(shell.config.trainers[CRITIC], _group(shell, ranks))
+
+
+def _group(shell: Any, ranks: Sequence[str]) -> RankGroup:
+    return RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], shell.config.limits.step)
+
+
+def _turns(shell: Any, rows: RayRows, policy: RankGroup) -> Turns | None:
     config, limit = shell.config, shell.config.limits.step
     makers = [
         RaySleeper(name, shell.peer(name), config.placement.sleep_level, limit) for name in makers_in_turns(config)
     ]
-    return Turns(makers, rows, [groups[role] for role in trainers_in_turns(config)], limit) if makers else None
+    if not makers:
+        return None
+    sharing = [
+        policy if role == POLICY else _group(shell, rank_names(role, config.trainers[role]))
+        for role in trainers_in_turns(config)
+    ]
+    return Turns(makers, rows, sharing, limit)
 
 
 class MakerStatuses:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -70,18 +70,33 @@ class StepPlan:
     """One step of a trainer, as its ranks receive it beside the rollout columns of every row.
 
     `step` counts from 1. `version` is the published version that equals the weights before this step, or None when no
-    published version does. `advantages[row]` is float32, one per
-    sample [n] or one per response token [T].
+    published version does. `advantages[row]` is float32, one per sample [n] or one per response token [T]. `labels`
+    are further figures by name that the algorithm reads, one float32 [T] for each row.
     """
 
     step: int
     version: int | None
     advantages: tuple[np.ndarray, ...]
     minibatches: tuple[Minibatch, ...]
+    labels: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         return len(self.advantages)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """That are taken when all of them are finite."""
+        return sum(minibatch.totals.tokens > 0 for minibatch in self.minibatches)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step before they are divided: `masks[row]` is bool [samples], False leaves a sample out."""
+
+    step: int
+    shapes: list[RowShape]
+    masks: list[np.ndarray]
 
 
 def packed_tokens(prompt: int, responses: Sequence[int], share_prompt: bool) -> int:

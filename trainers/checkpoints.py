@@ -22,7 +22,8 @@ FORMAT = "tandem-checkpoint"
 FORMAT_VERSION = 1
 META = "meta.json"
 LATEST = "latest"
-RANKS_FOLDER = "trainer"  # what the ranks of a trainer save together
+RANKS_FOLDER = "trainer"  # what the ranks of the policy save together
+CRITIC_FOLDER = "critic"  # and those of its critic
 _PARTIAL = ".partial-"
 _REQUIRED = {"step": int, "version": int, "prompt_cursor": int}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, overload
 
 from pydantic import Discriminator, Field, Tag
 
@@ -15,10 +16,9 @@ class ImportanceSampling(Strict):
     cap: float = Field(2.0, gt=0)
 
 
-class Grpo(Strict):
-    """Group relative policy optimisation and its two best known variants."""
+class ClippedPolicy(Strict):
+    """What the policy losses with a clipped ratio have in common."""
 
-    type: Literal["grpo"]
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.28, ge=0)
     normalise: Literal["sequence", "constant", "token"] = Field(
@@ -26,19 +26,44 @@ class Grpo(Strict):
         description="sequence: mean over a sample, then over samples (GRPO). constant: sum / max_tokens (Dr.GRPO). "
         "token: mean over all tokens of the step (DAPO).",
     )
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+    importance_sampling: ImportanceSampling | None = ImportanceSampling()
+    mask_truncated: bool = Field(False, description="Leave samples that hit max_tokens out of the loss.")
+
+
+class Grpo(ClippedPolicy):
+    """Group relative policy optimisation and its two best known variants."""
+
+    type: Literal["grpo"]
     scale_rewards: bool = Field(
         True, description="Divide advantages by the group's standard deviation (false: Dr.GRPO)."
     )
     kl_coef: float = Field(0.0, ge=0, description="Weight of KL(policy, start weights) in the loss.")
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-    importance_sampling: ImportanceSampling | None = ImportanceSampling()
-    mask_truncated: bool = Field(False, description="Leave samples that hit max_tokens out of the loss.")
 
     @property
     def proportional_to_advantage(self) -> bool:
         """Whether a token with advantage 0 has a gradient of exactly 0, so that it need not be computed."""
         return self.kl_coef == 0 and self.entropy_coef == 0
+
+
+class Ppo(ClippedPolicy):
+    """Proximal policy optimisation: advantages by GAE from the values of the trainer `critic`."""
+
+    type: Literal["ppo"]
+    clip_high: float = Field(0.2, ge=0)
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of a reward for each token it lies ahead.")
+    lam: float = Field(0.95, ge=0, le=1, description="Lambda of GAE: 0 trusts the values, 1 the rewards alone.")
+    kl_coef: float = Field(
+        0.05, ge=0, description="Weight of KL(behaviour, reference) in the reward of each token; 0: no reference."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    whiten_advantages: bool = Field(True, description="To mean 0 and deviation 1 over the valid tokens of a step.")
+    bootstrap_truncated: bool = Field(
+        False,
+        description="A sample that hit max_tokens is worth its last value beyond its end; false: nothing, as the reward "
+        "function has judged what is there.",
+    )
 
 
 class CustomAlgorithm(Strict):
@@ -52,8 +77,18 @@ def _algorithm_tag(value: Any) -> str:
 
 
 AlgorithmConfig = Annotated[
-    Annotated[Grpo, Tag("grpo")] | Annotated[CustomAlgorithm, Tag("custom")], Discriminator(_algorithm_tag)
+    Annotated[Grpo, Tag("grpo")] | Annotated[Ppo, Tag("ppo")] | Annotated[CustomAlgorithm, Tag("custom")],
+    Discriminator(_algorithm_tag),
 ]
+
+
+class ValueRegression(Strict):
+    """Squared error of the critic's values against the returns of GAE."""
+
+    type: Literal["value"]
+    clip: float | None = Field(
+        0.2, gt=0, description="How far a value may move from that of the start of the step; null: any distance."
+    )
 
 
 class MegatronBackend(Strict):
@@ -62,7 +97,9 @@ class MegatronBackend(Strict):
     pipeline_parallel: int = Field(1, ge=1)
     context_parallel: int = Field(1, ge=1)
     data_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1, description="Of the data-parallel ranks: how many share out the experts.")
+    expert_parallel: int = Field(
+        1, ge=1, description="Ranks that share out the experts of a layer: they are tensor, context and data ranks."
+    )
     sequence_parallel: bool = Field(False, description="Split norms and dropout along the sequence over tensor ranks.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of parameters; main parameters are float32.")
     micro_batch_tokens: int = Field(4096, ge=1, description="Packed tokens of one forward and backward.")
@@ -124,19 +161,61 @@ class MetricsConfig(Strict):
     wandb: WandbConfig | None = None
 
 
-class TrainerConfig(Strict):
-    algorithm: AlgorithmConfig
+class RanksConfig(Strict):
+    """What every trainer has: a model on ranks of its own."""
+
     backend: BackendConfig
-    optimizer: Optimizer = Optimizer()
-    groups_per_step: int = Field(8, ge=1, description="Rows (prompt groups) of one step.")
-    minibatches: int = Field(1, ge=1, description="Optimizer steps on the rows of one step, the proximal policy fixed.")
-    steps: int = Field(ge=1)
-    mismatch: Mismatch = Mismatch()
-    max_nonfinite_steps: int = Field(3, ge=1, description="Steps in a row that were not finite, and end the run.")
-    max_empty_steps: int = Field(5, ge=1, description="Batches in a row without one valid token, that end the run.")
     resources: Resources = Field(Resources(), description="Of each rank.")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps on the rows of one step, the proximal policy fixed.")
 
     @property
     def threads(self) -> int:
         """CPU threads of a rank: the backend's own setting, else the CPUs it asks for."""
         return self.backend.threads or max(1, int(self.resources.cpus))
+
+
+class TrainerConfig(RanksConfig):
+    algorithm: AlgorithmConfig
+    optimizer: Optimizer = Optimizer()
+    groups_per_step: int = Field(8, ge=1, description="Rows (prompt groups) of one step.")
+    steps: int = Field(ge=1)
+    mismatch: Mismatch = Mismatch()
+    max_nonfinite_steps: int = Field(3, ge=1, description="Steps in a row that were not finite, and end the run.")
+    max_empty_steps: int = Field(5, ge=1, description="Batches in a row without one valid token, that end the run.")
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Whose columns the trainer reads."""
+        penalised = isinstance(self.algorithm, Ppo) and self.algorithm.kl_coef > 0
+        return ("rollout", "reward", "reference") if penalised else ("rollout", "reward")
+
+
+class CriticConfig(RanksConfig):
+    """The value model of a policy that is trained with `ppo`. It takes the policy's rows, step by step."""
+
+    algorithm: ValueRegression = ValueRegression(type="value")
+    optimizer: Optimizer = Optimizer(lr=1e-5)
+
+
+class TrainersConfig(Strict):
+    """The trainers of a run: to be read by role, like a mapping."""
+
+    policy: TrainerConfig
+    critic: CriticConfig | None = Field(None, description="Needed by `ppo`, and by nothing else.")
+
+    @overload
+    def __getitem__(self, role: Literal["policy"]) -> TrainerConfig: ...
+
+    @overload
+    def __getitem__(self, role: str) -> TrainerConfig | CriticConfig: ...
+
+    def __getitem__(self, role: str) -> TrainerConfig | CriticConfig:
+        return dict(self.items())[role]
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        yield from (role for role, _ in self.items())
+
+    def items(self) -> Iterator[tuple[str, TrainerConfig | CriticConfig]]:
+        yield "policy", self.policy
+        if self.critic is not None:
+            yield "critic", self.critic

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from trainers.batch import Columns, StepPlan
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -36,6 +37,14 @@ class StepResult:
     optimizer_steps: int
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: pack, proximal, reference, train, optimizer
     skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankValues:
+    """What one rank of a critic says: `rows[row]` is float32 [T], 0 for samples that other data-parallel ranks have."""
+
+    data_parallel_rank: int
+    rows: list[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +86,10 @@ class Learner(Protocol):
 
     def close(self) -> None:
         """Leave the process group."""
+
+
+class ValueLearner(Learner, Protocol):
+    """A learner whose model gives values. Its weights are a model of their own kind, and are never published."""
+
+    def values(self, plan: StepPlan, rollouts: Sequence[Columns]) -> RankValues:
+        """Of the present weights, for every sample that the plan computes."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from trainers.learner import StepResult
 from trainers.planner import Batch
+from trainers.training import Trained
 
 Scalar = float | int | str | None
 Statuses = Mapping[str, Mapping[str, Any]]  # by maker name
@@ -77,7 +77,7 @@ def bound_by(shares: Shares) -> tuple[str, str]:
 class StepRecord:
     """All that is known of one trained step. `seconds` by phase since the last record, the whole as `step`."""
 
-    result: StepResult
+    trained: Trained
     batch: Batch
     version: int
     seconds: Mapping[str, float]
@@ -103,11 +103,12 @@ class MetricsBuilder:
         self._before = record.makers
         bound, knob = self._bound(record.seconds, work)
         return {
-            "step": record.result.step,
+            "step": record.trained.result.step,
             "time": round(self._wall_clock(), 3),
             **_versions(record),
             **_rows(record.batch),
-            **_learning(record.result),
+            **_learning(record.trained),
+            **_critic(record.trained, record.seconds),
             **_seconds(record.seconds, work),
             "idle/trainer": _ratio(record.seconds.get("wait_for_batch", 0.0), wall),
             "idle/maker": None if work.generate is None else max(0.0, 1.0 - (_ratio(work.generate, wall) or 0.0)),
@@ -177,9 +178,27 @@ def _rows(batch: Batch) -> dict[str, Scalar]:
     }
 
 
-def _learning(result: StepResult) -> dict[str, Scalar]:
+def _learning(trained: Trained) -> dict[str, Scalar]:
+    result = trained.result
     figures: dict[str, Scalar] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
-    return figures | {key: result.metrics.get(key) for key in FROM_RESULT}
+    figures["time/compute"] = sum(result.seconds.values())
+    figures |= {key: result.metrics.get(key) for key in FROM_RESULT}
+    return figures if trained.estimates is None else figures | {"kl": trained.estimates.kl}
+
+
+def _critic(trained: Trained, seconds: Mapping[str, float]) -> dict[str, Scalar]:
+    estimates, critic = trained.estimates, trained.critic
+    if estimates is None or critic is None:
+        return {}
+    return {
+        "reward/kl_penalty": estimates.kl_penalty,
+        "value/loss": critic.loss,
+        "value/clip_frac": critic.metrics.get("value/clip_frac"),
+        "value/explained_variance": estimates.explained_variance,
+        "value/returns": estimates.mean_return,
+        "value/grad_norm": critic.grad_norm,
+        "time/values": seconds.get("values", 0.0),
+    }
 
 
 def _seconds(seconds: Mapping[str, float], work: MakerWork) -> dict[str, Scalar]:

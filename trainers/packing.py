@@ -13,8 +13,9 @@ Invariants, asserted by tests:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from trainers.batch import Columns, MicroBatch, StepPlan, Totals
 class GroupBatch:
     """One row of the step: a prompt and its samples as a trainer sees them.
 
-    `advantages` and `temperatures` are per response token [T].
+    `advantages`, `temperatures` and each of the `labels` are per response token [T].
     """
 
     prompt_ids: np.ndarray
@@ -35,9 +36,10 @@ class GroupBatch:
     policy_versions: np.ndarray
     temperatures: np.ndarray
     advantages: np.ndarray
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rollout: Columns, advantages: np.ndarray) -> GroupBatch:
+    def of(cls, rollout: Columns, advantages: np.ndarray, labels: Mapping[str, np.ndarray] | None = None) -> GroupBatch:
         """From the columns of stage `rollout` and the row's advantages, per sample [n] or per token [T]."""
         lengths = np.diff(rollout["response_offsets"])
         per_token = np.repeat(advantages, lengths) if advantages.size == lengths.size else advantages
@@ -49,6 +51,7 @@ class GroupBatch:
             policy_versions=rollout["policy_versions"],
             temperatures=np.repeat(rollout["temperatures"], lengths),
             advantages=per_token.astype(np.float32, copy=False),
+            labels=labels or {},
         )
 
     def span(self, sample: int) -> slice:
@@ -83,6 +86,7 @@ class PackedBatch:
     advantages: np.ndarray  # float32 [targets]
     samples: np.ndarray  # int64 [targets]: which sample of this micro-batch, from 0
     lengths: np.ndarray  # float32 [targets]: tokens of the target's sample
+    labels: Mapping[str, np.ndarray]  # float32 [targets] each
     totals: Totals
 
 
@@ -137,13 +141,15 @@ def padded(batch: PackedBatch, multiple: int) -> PackedBatch:
     )
 
 
-def _targets(groups: Sequence[GroupBatch], parts: MicroBatch) -> dict[str, np.ndarray]:
+def _targets(groups: Sequence[GroupBatch], parts: MicroBatch) -> dict[str, Any]:
     spans = [(groups[part.row], groups[part.row].span(sample)) for part in parts for sample in part.samples]
     lengths = np.array([span.stop - span.start for _, span in spans], dtype=np.int64)
 
-    def flat(name: str, dtype: type) -> np.ndarray:
-        pieces = [getattr(group, name)[span] for group, span in spans]
+    def joined(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *pieces]).astype(dtype)
+
+    def flat(name: str, dtype: type) -> np.ndarray:
+        return joined([getattr(group, name)[span] for group, span in spans], dtype)
 
     return {
         "targets": flat("response_ids", np.int64),
@@ -153,6 +159,9 @@ def _targets(groups: Sequence[GroupBatch], parts: MicroBatch) -> dict[str, np.nd
         "advantages": flat("advantages", np.float32),
         "samples": np.repeat(np.arange(lengths.size), lengths),
         "lengths": np.repeat(lengths, lengths).astype(np.float32),
+        "labels": {
+            name: joined([group.labels[name][span] for group, span in spans], np.float32) for name in groups[0].labels
+        },
     }
 
 
@@ -175,5 +184,9 @@ def check_rollouts(plan: StepPlan, rollouts: Sequence[Columns]) -> list[GroupBat
             raise ValueError(
                 f"step {plan.step}, row {row}: {advantages.size} advantages for {samples} samples, {tokens} tokens"
             )
-        groups.append(GroupBatch.of(rollout, advantages))
+        labels = {name: values[row] for name, values in plan.labels.items()}
+        for name, values in labels.items():
+            if values.shape != (tokens,):
+                raise ValueError(f"step {plan.step}, row {row}: {name} has shape {values.shape} for {tokens} tokens")
+        groups.append(GroupBatch.of(rollout, advantages, labels))
     return groups

@@ -5,15 +5,16 @@ Guarantees: the same rows give the same plan; a masked sample has advantage 0 an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from buffer.records import SampledRow
-from trainers.algorithms.advantages import group_advantages
-from trainers.batch import Columns, RowShape, StepPlan, plan_step
-from trainers.config import Grpo, MegatronBackend, TrainerConfig
+from trainers.algorithms.advantages import checked_rewards, group_advantages
+from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
+from trainers.config import ClippedPolicy, Grpo, MegatronBackend, Ppo, TrainerConfig
+from trainers.estimates import Estimates, estimate
 
 LENGTH = 1  # finish reason of a sample that hit its token budget
 
@@ -60,22 +61,45 @@ class StepPlanner:
     def masks(self, batch: Batch) -> list[np.ndarray]:
         """Bool [samples] for each row: False leaves the sample out of the loss."""
         algorithm = self._config.algorithm
-        if isinstance(algorithm, Grpo) and algorithm.mask_truncated:
+        if isinstance(algorithm, ClippedPolicy) and algorithm.mask_truncated:
             return [~truncated for truncated in batch.truncated]
         return [np.ones(truncated.shape, dtype=bool) for truncated in batch.truncated]
 
-    def plan(self, batch: Batch, step: int, version: int | None) -> StepPlan:
-        """See StepPlan for `step` and `version`. Raises ValueError, with the row's id, for a reward that is not finite."""
+    def valid_tokens(self, batch: Batch) -> int:
+        """Response tokens of the step that are not masked."""
+        return int(batch.lengths[np.concatenate(self.masks(batch))].sum())
+
+    def step_rows(self, batch: Batch, step: int) -> StepRows:
+        return StepRows(step, [RowShape.of(columns["rollout"]) for columns in batch.columns], self.masks(batch))
+
+    def estimate(self, batch: Batch, values: Sequence[np.ndarray]) -> Estimates:
+        """What PPO makes of the rewards and the critic's `values`, float32 [T] for each row. Raises ValueError."""
+        assert isinstance(self._config.algorithm, Ppo)
+        rewards = [_of_row(batch, i, checked_rewards) for i in range(len(batch.rows))]
+        return estimate(self._config.algorithm, batch, rewards, self.masks(batch), values)
+
+    def plan(
+        self, batch: Batch, step: int, version: int | None, advantages: Sequence[np.ndarray] | None = None
+    ) -> StepPlan:
+        """See StepPlan for `step`, `version` and `advantages`, which by default are those of each group.
+
+        Raises ValueError, with the row's id, for a reward that is not finite.
+        """
         algorithm, backend = self._config.algorithm, self._config.backend
         grpo = algorithm if isinstance(algorithm, Grpo) else None
-        scale = grpo is None or grpo.scale_rewards
         masks = self.masks(batch)
+        if advantages is None:
+            scale = grpo is None or grpo.scale_rewards
+            advantages = [
+                _of_row(batch, i, lambda rewards, i=i: group_advantages(rewards, scale=scale, mask=masks[i]))
+                for i in range(len(batch.rows))
+            ]
         megatron = backend if isinstance(backend, MegatronBackend) else None
         return plan_step(
             step=step,
             version=version,
             shapes=[RowShape.of(columns["rollout"]) for columns in batch.columns],
-            advantages=[_advantages(batch, i, masks[i], scale) for i in range(len(batch.rows))],
+            advantages=advantages,
             masks=masks,
             max_response_tokens=self._max_response_tokens,
             micro_batch_tokens=backend.micro_batch_tokens,
@@ -86,13 +110,9 @@ class StepPlanner:
         )
 
 
-def valid_tokens(plan: StepPlan) -> int:
-    """Response tokens of the step that are not masked."""
-    return sum(minibatch.totals.tokens for minibatch in plan.minibatches)
-
-
-def _advantages(batch: Batch, index: int, mask: np.ndarray, scale: bool) -> np.ndarray:
+def _of_row(batch: Batch, index: int, work: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """`work` on the rewards of one row; its ValueError gets the row's id."""
     try:
-        return group_advantages(batch.rewards[index], scale=scale, mask=mask)
+        return work(batch.rewards[index])
     except ValueError as error:
         raise ValueError(f"row {batch.rows[index].row_id}: {error}") from error

@@ -9,9 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from buffer.evaluation import EvaluationResult
 from buffer.records import Prompt, SampledRow
-from trainers.batch import Columns
+from trainers.batch import Columns, StepRows
+from trainers.learner import StepResult
 
 
 class RowSource(Protocol):
@@ -44,6 +47,24 @@ class Publisher(Protocol):
     """The weight store as a trainer sees it. `publish` returns when the copy of the weights is made."""
 
     async def publish(self, version: int) -> Any: ...
+
+
+class ValueModel(Protocol):
+    """The critic as a policy's trainer sees it. `references` are those of the rollout columns, one for each row."""
+
+    async def values(self, rows: StepRows, references: Sequence[Any]) -> list[np.ndarray]:
+        """Float32 [T] for each row, of the present weights; 0 for masked samples."""
+        ...
+
+    async def train(
+        self, rows: StepRows, labels: Mapping[str, tuple[np.ndarray, ...]], references: Sequence[Any]
+    ) -> StepResult:
+        """`labels` are `returns` and `values`. `skipped` of the result says which optimizer steps were not taken."""
+        ...
+
+    async def save(self, folder: str) -> None:
+        """Write a checkpoint. Raises OSError or CheckpointError."""
+        ...
 
 
 MakerStatuses = Callable[[], Awaitable[Mapping[str, Mapping[str, Any]]]]  # by maker name; the last known will do

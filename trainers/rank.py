@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainers.batch import Columns, StepPlan
-from trainers.config import MegatronBackend, TrainerConfig
+from trainers.config import CriticConfig, MegatronBackend, TrainerConfig
 from trainers.dispatch import first_result, function
-from trainers.learner import Learner, Rendezvous, StepResult
+from trainers.learner import Learner, RankValues, Rendezvous, StepResult, ValueLearner
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,22 +22,28 @@ if TYPE_CHECKING:
 
 
 class TrainerRank:
-    """`past_versions` is how many versions' weights are remembered for measuring the mismatch with the makers.
+    """A rank of a policy or of its critic. `steps` of the run has to be given for a critic, which has none of its own.
+
+    `past_versions` is how many versions' weights are remembered for measuring the mismatch with the makers.
 
     `failures_folder` receives the batch of a step in which an optimizer step was skipped, when given.
     """
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: TrainerConfig | CriticConfig,
         *,
         model_path: str,
         rendezvous: Rendezvous,
         bucket_bytes: int,
         seed: int,
+        steps: int | None = None,
         past_versions: int = 1,
         failures_folder: str | None = None,
     ) -> None:
+        if isinstance(config, TrainerConfig):
+            steps = config.steps
+        assert steps is not None, "a critic needs the steps of its run"
         self._config = config
         self._bucket_bytes = bucket_bytes
         self._num_buckets: int | None = None
@@ -45,6 +51,7 @@ class TrainerRank:
             config,
             Path(model_path),
             rendezvous,
+            steps=steps,
             seed=seed,
             past_versions=past_versions,
             failures_folder=Path(failures_folder) if failures_folder else None,
@@ -60,6 +67,12 @@ class TrainerRank:
     def train_step(self, plan: StepPlan, *rollouts: Columns) -> StepResult:
         """`rollouts` are the columns of stage `rollout`, one argument for each row of the plan, in its order."""
         return self.learner.train_step(plan, rollouts)
+
+    @function(dispatch="all", execute="all")
+    def values(self, plan: StepPlan, *rollouts: Columns) -> RankValues:
+        """Of a critic: `rollouts` as for `train_step`."""
+        learner: ValueLearner = self.learner  # type: ignore[assignment]
+        return learner.values(plan, rollouts)
 
     @function(dispatch="all", execute="all", collect=first_result)
     def export(self, version: int) -> tuple[Manifest | np.ndarray, ...]:
@@ -97,15 +110,22 @@ class TrainerRank:
         self.learner.close()
 
 
-def build_learner(config: TrainerConfig, model_path: Path, rendezvous: Rendezvous, **settings: Any) -> Learner:
-    """`settings`: seed, past_versions, failures_folder. Raises ValueError when the model or the number of ranks does
-    not fit the backend."""
+def build_learner(
+    config: TrainerConfig | CriticConfig, model_path: Path, rendezvous: Rendezvous, **settings: Any
+) -> Learner:
+    """A ValueLearner for a critic. `settings`: steps, seed, past_versions, failures_folder.
+
+    Raises ValueError when the model or the number of ranks does not fit the backend.
+    """
+    critic = isinstance(config, CriticConfig)
     if isinstance(config.backend, MegatronBackend):
+        from trainers.megatron.critic import MegatronCritic
         from trainers.megatron.learner import MegatronLearner
 
-        return MegatronLearner(config, model_path, rendezvous, **settings)
+        return (MegatronCritic if critic else MegatronLearner)(config, model_path, rendezvous, **settings)
+    from trainers.torch_critic import TorchCritic
     from trainers.torch_learner import TorchLearner
 
     if rendezvous.world_size != 1:
         raise ValueError(f"the torch backend runs in one process, not in {rendezvous.world_size}: use megatron")
-    return TorchLearner(config, model_path, **settings)
+    return (TorchCritic if critic else TorchLearner)(config, model_path, **settings)

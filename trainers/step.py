@@ -70,7 +70,8 @@ class Stepper:
     """Runs steps on a policy, whose weights are the start weights when this is made.
 
     `failures_folder` receives the batch of a step in which an optimizer step was skipped. `past_versions` is the number
-    of versions whose weights are remembered for the probe.
+    of versions whose weights are remembered for the probe. `proximal`: whether a step of several minibatches computes what
+    the model gave at its start.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Stepper:
         *,
         steps: int,
         past_versions: int = 1,
+        proximal: bool = True,
         failures_folder: Path | None = None,
     ) -> None:
         self._policy = policy
@@ -88,6 +90,7 @@ class Stepper:
         self._optimizer = optimizer
         self._steps = steps
         self._past_versions = past_versions
+        self._proximal = proximal
         self._failures_folder = failures_folder
         self._start_weights = policy.snapshot() if algorithm.needs_reference else None
         self._past: dict[int, Snapshot] = {}  # by version, oldest first
@@ -134,7 +137,8 @@ class _Step:
                 )
                 for i in range(len(self.plan.minibatches))
             ]
-        proximal = self._fixed_log_probs("proximal", minibatches, None, wanted=len(minibatches) > 1)
+        several = self.stepper._proximal and len(minibatches) > 1
+        proximal = self._fixed_log_probs("proximal", minibatches, None, wanted=several)
         reference = self._fixed_log_probs(
             "reference", minibatches, self.stepper._start_weights, wanted=self.algorithm.needs_reference
         )
@@ -218,6 +222,7 @@ class _Step:
             samples=on_device(packed.samples),
             lengths=on_device(packed.lengths),
             totals=packed.totals,
+            labels={name: on_device(values) for name, values in packed.labels.items()},
         )
 
     def _record(self, figures: MetricSums, terms: LossTerms, batch: TokenBatch, packed: PackedBatch) -> None:
@@ -264,8 +269,9 @@ class _Step:
 
 
 def save_batch(file: Path, plan: StepPlan, rollouts: Sequence[Columns]) -> None:
-    """Everything a step was computed from, for looking at it later: `ROW/COLUMN` and `ROW/advantages`."""
+    """Everything a step was computed from, for looking at it later: `ROW/COLUMN`, `ROW/advantages`, `ROW/LABEL`."""
     arrays = {f"{row}/{name}": values for row, columns in enumerate(rollouts) for name, values in columns.items()}
     arrays |= {f"{row}/advantages": values for row, values in enumerate(plan.advantages)}
+    arrays |= {f"{row}/{name}": values for name, rows in plan.labels.items() for row, values in enumerate(rows)}
     file.parent.mkdir(parents=True, exist_ok=True)
     np.savez(file, **arrays)

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainers.algorithms.factory import build_algorithm
 from trainers.batch import Columns, StepPlan
 from trainers.checkpoints import CheckpointError
-from trainers.config import Optimizer, TorchBackend, TrainerConfig
+from trainers.config import CriticConfig, Optimizer, TorchBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import StepResult
 from trainers.packing import PackedBatch
@@ -28,17 +28,21 @@ STATE_FILE = "learner.pt"
 class TorchLearner:
     """Implements `trainers.learner.Learner` in one process."""
 
+    _proximal = True
+
     def __init__(
         self,
-        config: TrainerConfig,
+        config: TrainerConfig | CriticConfig,
         model_path: Path,
         *,
+        steps: int,
         seed: int,
         past_versions: int = 1,
         failures_folder: Path | None = None,
     ) -> None:
         self._config = config
         self._model_path = model_path
+        self._steps = steps
         self._seed = seed
         self._past_versions = past_versions
         self._failures_folder = failures_folder
@@ -46,15 +50,19 @@ class TorchLearner:
 
     def start(self) -> None:
         torch.manual_seed(self._seed)
-        self.policy = TorchPolicy(self._config, self._model_path)
+        self.policy = self._load()
         self._stepper = Stepper(
             self.policy,
             self._algorithm,
             self._config.optimizer,
-            steps=self._config.steps,
+            steps=self._steps,
             past_versions=self._past_versions,
+            proximal=self._proximal,
             failures_folder=self._failures_folder,
         )
+
+    def _load(self) -> TorchPolicy:
+        return TorchPolicy(self._config, self._model_path)
 
     def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
         return self._stepper.run(plan, rollouts)
@@ -99,7 +107,7 @@ class TorchPolicy:
     share_prompt = False
     data_parallel_rank = 0
 
-    def __init__(self, config: TrainerConfig, folder: Path) -> None:
+    def __init__(self, config: TrainerConfig | CriticConfig, folder: Path) -> None:
         assert isinstance(config.backend, TorchBackend)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = getattr(torch, config.backend.dtype)
@@ -174,21 +182,26 @@ class TorchPolicy:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, local_files_only=True).to(self.device)
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the targets, each segment by itself: its logits row i predicts token i + 1."""
-        log_probs, entropies = [torch.zeros(0, device=self.device)], [torch.zeros(0, device=self.device)]
+        """Two figures of each target, each segment by itself: its row i predicts token i + 1."""
+        outputs = [torch.zeros(2, 0, device=self.device)]
         start = 0
         for segment in batch.segments:
             stop = start + segment.tokens
             rows = (batch.logit_rows >= start) & (batch.logit_rows < stop)
             ids = torch.as_tensor(batch.token_ids[start:stop], device=self.device)
-            logits = self.model(input_ids=ids[None]).logits[0].float()
-            temperatures = torch.as_tensor(batch.temperatures[rows], device=self.device)[:, None]
-            every = (logits[torch.as_tensor(batch.logit_rows[rows] - start)] / temperatures).log_softmax(-1)
+            at = torch.as_tensor(batch.logit_rows[rows] - start, device=self.device)
             targets = torch.as_tensor(batch.targets[rows], device=self.device)
-            log_probs.append(every.gather(-1, targets[:, None])[:, 0])
-            entropies.append(-(every.exp() * every).sum(-1))
+            temperatures = torch.as_tensor(batch.temperatures[rows], device=self.device)
+            outputs.append(self._outputs(ids, at, targets, temperatures))
             start = stop
-        return torch.cat(log_probs), torch.cat(entropies)
+        first, second = torch.cat(outputs, dim=1)
+        return first, second
+
+    def _outputs(self, ids: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+        """Log-probs and entropies, float32 [2, targets], at the `rows` of one sequence of `ids`."""
+        logits = self.model(input_ids=ids[None]).logits[0].float()
+        every = (logits[rows] / temperatures[:, None]).log_softmax(-1)
+        return torch.stack([every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)])
 
 
 def build_adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:

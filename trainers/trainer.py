@@ -4,7 +4,8 @@ Guarantees:
 1. The start version is published before anything else, so that makers and admission begin from known weights.
 2. No row older than `max_age` is trained on: it stops the run with the row's id and the numbers.
 3. A step that is not trained (nothing valid in it, or not finite) takes no optimizer step and publishes no version; its
-   rows are dropped with the reason, and the step is tried again with other rows. Too many in a row end the run.
+   rows are dropped with the reason, and the step is tried again with other rows. Too many in a row end the run. What a
+   critic learnt from such rows it keeps; a step of the critic alone that is not finite counts towards the limit too.
 4. Version v is published after step v * `every`, and only weights of a trained step are. Nobody waits for makers.
 5. Every wait has a deadline and a name.
 6. A checkpoint that cannot be written is an event; the last one of the run failing is a failure of the run.
@@ -21,23 +22,23 @@ from typing import Any, TypeVar
 
 from buffer.buffer import EndOfData
 from buffer.records import SampledRow
-from trainers.batch import Columns, StepPlan
-from trainers.checkpoints import RANKS_FOLDER, Checkpointer, CheckpointError
+from trainers.batch import Columns
+from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER, Checkpointer, CheckpointError
 from trainers.config import TrainerConfig
 from trainers.guards import MismatchGate, SkipCounter, ages
 from trainers.learner import StepResult
 from trainers.metrics import MetricsBuilder, StepRecord
-from trainers.planner import Batch, StepPlanner, valid_tokens
-from trainers.ports import Deadlines, Evaluation, MakerStatuses, Publisher, RowSource, Schedule
+from trainers.planner import Batch, StepPlanner
+from trainers.ports import Deadlines, Evaluation, MakerStatuses, Publisher, RowSource, Schedule, ValueModel
 from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 from trainers.recorder import Recorder
 from trainers.rows_writer import RowsWriter
 from trainers.stopwatch import Stopwatch
+from trainers.training import BatchTraining, NotTrained, Trained
 from trainers.turns import Holder, Turns
 
 T = TypeVar("T")
-NEEDED = ("rollout", "reward")  # stages whose columns the controller reads
 MAKERS_PATIENCE = 5.0  # seconds that a step waits for news of the makers
 
 
@@ -74,6 +75,7 @@ class Trainer:
         schedule: Schedule,
         deadlines: Deadlines,
         max_age: int,
+        critic: ValueModel | None = None,
         evaluation: Evaluation | None = None,
         rows_writer: RowsWriter | None = None,
         turns: Turns | None = None,
@@ -83,8 +85,8 @@ class Trainer:
         if start_step > config.steps:
             raise ValueError(f"the checkpoint is of step {start_step}, the run has only {config.steps} steps")
         self._config = config
-        self._planner = planner
         self._ranks = ranks
+        self._critic = critic
         self._rows = rows
         self._weights = weights
         self._makers = makers
@@ -99,6 +101,7 @@ class Trainer:
         self._turns = turns
         self._clock = clock
         self._watch = Stopwatch(clock)
+        self._training = BatchTraining(planner, ranks, critic, self._watch)
         self._skips = SkipCounter({"nonfinite": config.max_nonfinite_steps, "no_valid_token": config.max_empty_steps})
         self._gate = MismatchGate(config.mismatch)
         self._progress = Progress(step=start_step, since=clock())
@@ -180,22 +183,19 @@ class Trainer:
         if batch is None:
             return
         await self._hand_to("ranks")
-        with self._phase("train"):
-            plan = self._planner.plan(batch, step, self._exact_version())
-            if valid_tokens(plan) == 0:
-                await self._skip(batch, "no_valid_token", "every sample of the batch is masked or empty")
-                return
-            result = await self._train(plan, batch)
-        if result.optimizer_steps == 0:
-            await self._skip(batch, "nonfinite", result.skipped or "no optimizer step was taken")
+        try:
+            with self._phase("train"):
+                trained = await self._training.train(batch, step, self._exact_version())
+        except NotTrained as error:
+            await self._skip(batch, error.kind, str(error))
             return
         await self._within(self._deadlines.call, "rows.trained", self._rows.trained(batch.row_ids, step))
         self._progress.step = step
-        self._note_skipped(plan, result)
-        self._check_mismatch(result)
+        self._note_skipped(step, trained.losses)
+        self._check_mismatch(trained.result)
         if step % self._schedule.publish_every == 0:
             await self._publish(step // self._schedule.publish_every)
-        await self._record(batch, result)
+        await self._record(batch, trained)
         await self._between_steps(batch)
 
     async def _batch(self) -> Batch | None:
@@ -213,9 +213,11 @@ class Trainer:
         return Batch(rows, columns, found)
 
     async def _fetch(self, rows: Sequence[SampledRow]) -> list[dict[str, Columns]]:
+        stages = self._config.stages
+
         async def one(row: SampledRow) -> dict[str, Columns]:
-            fetched = await asyncio.gather(*(self._rows.fetch(row.columns[stage]) for stage in NEEDED))
-            return dict(zip(NEEDED, fetched, strict=True))
+            fetched = await asyncio.gather(*(self._rows.fetch(row.columns[stage]) for stage in stages))
+            return dict(zip(stages, fetched, strict=True))
 
         return list(await asyncio.gather(*(one(row) for row in rows)))
 
@@ -224,27 +226,19 @@ class Trainer:
         progress = self._progress
         return progress.version if progress.published_step == progress.step else None
 
-    async def _train(self, plan: StepPlan, batch: Batch) -> StepResult:
-        # References as arguments of their own: whoever runs the rank brings the columns to it, past the controller.
-        references = [row.columns["rollout"] for row in batch.rows]
-        result: StepResult = await self._ranks.call(TrainerRank.train_step, plan, *references)
-        return result
-
     async def _skip(self, batch: Batch, kind: str, cause: str) -> None:
         step = self._progress.step + 1
         await self._within(self._deadlines.call, "rows.dropped", self._rows.dropped(batch.row_ids, kind))
         self._recorder.event("step_skipped", step=step, reason=kind, cause=cause, row_ids=batch.row_ids)
         self._skips.skipped(kind, step, cause)
 
-    def _note_skipped(self, plan: StepPlan, result: StepResult) -> None:
-        """A step of several minibatches of which some were not finite is trained, and yet counts as skipped."""
-        expected = sum(minibatch.totals.tokens > 0 for minibatch in plan.minibatches)
-        if result.optimizer_steps == expected:
+    def _note_skipped(self, step: int, cause: str | None) -> None:
+        """A step of which some optimizer steps were not finite is trained, and yet counts as skipped."""
+        if cause is None:
             self._skips.trained()
             return
-        cause = result.skipped or f"{result.optimizer_steps} of {expected} optimizer steps were taken"
-        self._recorder.event("minibatch_skipped", step=result.step, cause=cause)
-        self._skips.skipped("nonfinite", result.step, cause)
+        self._recorder.event("minibatch_skipped", step=step, cause=cause)
+        self._skips.skipped("nonfinite", step, cause)
 
     def _check_mismatch(self, result: StepResult) -> None:
         warning = self._gate.check(result.step, result.metrics.get("mismatch/kl"))
@@ -257,12 +251,12 @@ class Trainer:
             self._progress.version, self._progress.published_step = version, self._progress.step
             await self._within(self._deadlines.call, "rows.published", self._rows.published(version))
 
-    async def _record(self, batch: Batch, result: StepResult) -> None:
+    async def _record(self, batch: Batch, trained: Trained) -> None:
         status = await self._within(self._deadlines.call, "rows.status", self._rows.status())
         await self._ask_makers()
         version = self._progress.version
         assert version is not None
-        record = StepRecord(result, batch, version, self._watch.lap(), status, self._maker_statuses)
+        record = StepRecord(trained, batch, version, self._watch.lap(), status, self._maker_statuses)
         self._last = self._metrics.build(record)
         self._recorder.metrics(self._last)
 
@@ -320,8 +314,9 @@ class Trainer:
         with self._phase("checkpoint"):
             cursor = await self._within(self._deadlines.call, "rows.cursor", self._rows.cursor())
             meta = {"step": step, "version": version, "prompt_cursor": cursor, "steps": self._config.steps}
+            writers = [self._save_ranks] if self._critic is None else [self._save_ranks, self._save_critic]
             try:
-                checkpoint = await self._checkpointer.save(meta, [self._save_ranks])
+                checkpoint = await self._checkpointer.save(meta, writers)
             except CheckpointError as error:
                 self._recorder.event("checkpoint_failed", step=step, cause=str(error))
                 if required:
@@ -332,10 +327,12 @@ class Trainer:
 
     async def _save_ranks(self, folder: Path) -> None:
         await self._ranks.call(TrainerRank.save, str(folder / RANKS_FOLDER))
-        if not (folder / RANKS_FOLDER).is_dir():
-            raise OSError(
-                f"the ranks wrote nothing to {folder} that is seen here: the run folder must be on a shared disk"
-            )
+        _require(folder / RANKS_FOLDER)
+
+    async def _save_critic(self, folder: Path) -> None:
+        assert self._critic is not None
+        await self._critic.save(str(folder / CRITIC_FOLDER))
+        _require(folder / CRITIC_FOLDER)
 
     def _outcome(self) -> str | None:
         """Why the loop ends, None while it goes on."""
@@ -399,3 +396,9 @@ class Trainer:
             if not timeout.expired():  # somebody else's deadline, named already
                 raise
             raise TimeoutError(f"trainer: {what} took over {seconds:g} s (step {self._progress.step})") from error
+
+
+def _require(folder: Path) -> None:
+    """What ranks on other nodes wrote must be seen here, or the checkpoint would lack it."""
+    if not folder.is_dir():
+        raise OSError(f"the ranks wrote nothing to {folder} that is seen here: the run folder must be on a shared disk")

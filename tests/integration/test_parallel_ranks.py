@@ -32,7 +32,7 @@ VOCAB = 323  # not divisible: padded differently by every tensor-parallel size
 # Prompts and responses in tokens. A micro-batch of 16 holds one row, and with data parallelism one micro-batch is empty.
 RAGGED = ((5, (3, 1, 4)), (9, (2, 6, 1)), (3, (7, 7, 2)))
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,8 @@ def assert_same(found: list[Outcome], expected: Outcome) -> None:
 def worst_error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
     assert found.keys() == expected.keys()
     norm = np.linalg.norm
-    return max(float(norm(found[name] - value) / norm(value)) for name, value in expected.items())
+    # An expert to which no token was sent has a gradient of exactly 0.
+    return max(float(norm(found[name] - value) / (norm(value) or 1.0)) for name, value in expected.items())
 
 
 LAYOUTS = [

@@ -19,12 +19,7 @@ def group_advantages(rewards: np.ndarray, *, scale: bool, mask: np.ndarray | Non
     is the sample one (n - 1). `mask` [n] is False for samples that are left out of the loss. Raises ValueError when a
     reward is not finite.
     """
-    values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1:
-        raise ValueError(f"rewards of a group have shape {values.shape}, need one per sample [n]")
-    if not np.isfinite(values).all():
-        bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"reward of sample {bad} is {values[bad]}, need a finite number")
+    values = checked_rewards(rewards)
     kept = np.ones(values.shape, dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
     advantages = np.zeros(values.shape, dtype=np.float32)
     chosen = values[kept]
@@ -35,3 +30,14 @@ def group_advantages(rewards: np.ndarray, *, scale: bool, mask: np.ndarray | Non
         centred /= chosen.std(ddof=1) + EPSILON
     advantages[kept] = centred
     return advantages
+
+
+def checked_rewards(rewards: np.ndarray) -> np.ndarray:
+    """Float64 [n]. Raises ValueError, naming the sample, when a reward is not finite."""
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.ndim != 1:
+        raise ValueError(f"rewards of a group have shape {values.shape}, need one per sample [n]")
+    if not np.isfinite(values).all():
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise ValueError(f"reward of sample {bad} is {values[bad]}, need a finite number")
+    return values

@@ -7,7 +7,7 @@ fixed for all its optimizer steps; *current* is being optimised and alone carrie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from trainers.batch import Totals
 class TokenBatch:
     """Response tokens of one micro-batch; every tensor is float32 [tokens] unless said otherwise."""
 
-    current: Tensor  # log-probs, with gradient
+    current: Tensor  # log-probs, with gradient; of a critic its values, and no policy's figures mean anything then
     proximal: Tensor
     behaviour: Tensor
     reference: Tensor | None  # of the start weights; None unless the algorithm needs it
@@ -29,6 +29,7 @@ class TokenBatch:
     samples: Tensor  # int64: which sample of the micro-batch a token belongs to
     lengths: Tensor  # tokens of that sample
     totals: Totals  # of the whole minibatch: all micro-batches and ranks
+    labels: Mapping[str, Tensor] = field(default_factory=dict)  # `StepPlan.labels` of these tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,18 @@ import importlib
 
 from trainers.algorithms.base import Algorithm
 from trainers.algorithms.grpo import GrpoLoss
-from trainers.config import CustomAlgorithm, Grpo
+from trainers.algorithms.ppo import ClippedLoss, ValueLoss
+from trainers.config import CustomAlgorithm, Grpo, Ppo, ValueRegression
 
 
-def build_algorithm(config: Grpo | CustomAlgorithm) -> Algorithm:
+def build_algorithm(config: Grpo | Ppo | ValueRegression | CustomAlgorithm) -> Algorithm:
     """Raises ValueError when a dotted path leads nowhere or to something that is no algorithm."""
     if isinstance(config, Grpo):
         return GrpoLoss(config)
+    if isinstance(config, Ppo):
+        return ClippedLoss(config)
+    if isinstance(config, ValueRegression):
+        return ValueLoss(config)
     module, _, name = config.type.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)

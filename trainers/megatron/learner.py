@@ -18,12 +18,13 @@ from torch import Tensor
 
 from trainers.algorithms.factory import build_algorithm
 from trainers.batch import Columns, StepPlan
-from trainers.config import MegatronBackend, TrainerConfig
+from trainers.config import CriticConfig, MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.learner import Rendezvous, StepResult
 from trainers.megatron import checkpoint, cpu, offload, optimizer
 from trainers.megatron.layout import place
 from trainers.megatron.model import (
+    PolicyModel,
     build_bridge,
     build_model,
     check_layout,
@@ -40,12 +41,15 @@ from trainers.step import LossFunction, Stepper
 class MegatronLearner:
     """Implements `trainers.learner.Learner`."""
 
+    _proximal = True
+
     def __init__(
         self,
-        config: TrainerConfig,
+        config: TrainerConfig | CriticConfig,
         model_path: Path,
         rendezvous: Rendezvous,
         *,
+        steps: int,
         seed: int,
         past_versions: int = 1,
         failures_folder: Path | None = None,
@@ -54,6 +58,7 @@ class MegatronLearner:
         self._config = config
         self._model_path = model_path
         self._rendezvous = rendezvous
+        self._steps = steps
         self._seed = seed
         self._algorithm = build_algorithm(config.algorithm)
         self._hf_config = read_config(model_path)
@@ -68,7 +73,7 @@ class MegatronLearner:
         optimizer.install_checkpoint_fixes()
         join(self._rendezvous, backend, self._seed)
         try:
-            self.policy = MegatronPolicy(self._config, self._model_path, self._hf_config)
+            self.policy = self._load()
         except BaseException:
             leave()
             raise
@@ -76,10 +81,14 @@ class MegatronLearner:
             self.policy,
             self._algorithm,
             self._config.optimizer,
-            steps=self._config.steps,
+            steps=self._steps,
             past_versions=self._past_versions,
+            proximal=self._proximal,
             failures_folder=self._failures_folder if self._rendezvous.rank == 0 else None,
         )
+
+    def _load(self) -> MegatronPolicy:
+        return MegatronPolicy(self._config, self._model_path, self._hf_config)
 
     def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
         return self._stepper.run(plan, rollouts)
@@ -111,7 +120,7 @@ class MegatronLearner:
 class MegatronPolicy:
     """Implements `trainers.step.Policy`: the model in DDP with its optimizer, and Megatron's schedule over micro-batches."""
 
-    def __init__(self, config: TrainerConfig, folder: Path, hf_config: Any) -> None:
+    def __init__(self, config: TrainerConfig | CriticConfig, folder: Path, hf_config: Any) -> None:
         backend = config.backend
         assert isinstance(backend, MegatronBackend)
         dtype = getattr(torch, backend.dtype)
@@ -123,14 +132,18 @@ class MegatronPolicy:
         self.bridge = build_bridge(
             hf_config, dtype, recompute=backend.recompute, sequence_parallel=backend.sequence_parallel
         )
-        self.module = build_model(self.bridge)
-        load_weights(self.bridge, self.module, folder)
+        self.module = self._build(folder)
         self.model = optimizer.wrap(self.module, distributed_optimizer=backend.distributed_optimizer)
         self.optimizer = optimizer.build_optimizer(
             config.optimizer, self.model, dtype, distributed_optimizer=backend.distributed_optimizer
         )
         self.module.config.finalize_model_grads_func = _sum_gradients
         self._forward_backward = get_forward_backward_func()
+
+    def _build(self, folder: Path) -> PolicyModel:
+        model = build_model(self.bridge)
+        load_weights(self.bridge, model, folder)
+        return model
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         return take(self.module, into)

@@ -7,7 +7,7 @@ applied by its layers; nothing here depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +46,31 @@ _LOCAL_NORMS = {
 
 
 class PolicyModel(GPTModel):
-    """Packed tokens in, log-probs and entropies of the targets out. Logits exist chunk by chunk, for target rows only."""
+    """Packed tokens in, two figures of each target out. Logits exist chunk by chunk, for target rows only."""
 
     entropy_gradient = False  # set by whoever computes a loss that differentiates the entropy
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, packed_seq_params: PackedLayout, **__: Any) -> Tensor:
-        """float32 [2, targets]: log-probs and entropies; the hidden states on all but the last pipeline stage."""
+        """float32 [2, targets]: the outputs; the hidden states on all but the last pipeline stage."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        rows = hidden_states[:, 0].index_select(0, packed_seq_params.logit_rows)
+        own = self._outputs(rows, packed_seq_params)
+        if self.config.context_parallel_size == 1:
+            return own
+        return put_together(own, packed_seq_params.own, packed_seq_params.every_target)
+
+    def _outputs(self, rows: Tensor, layout: PackedLayout) -> Tensor:
+        """Log-probs and entropies of the targets, from the hidden states [targets, hidden] that predict them."""
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        rows = hidden_states[:, 0].index_select(0, packed_seq_params.logit_rows)
-        shard = self._vocab_shard(weight.size(0))
-        layout, entropy_gradient = packed_seq_params, self.entropy_gradient
-        own = torch.stack(
-            log_probs(rows, weight, layout.targets, layout.temperatures, shard, entropy_gradient=entropy_gradient)
+        shard, gradient = self._vocab_shard(weight.size(0)), self.entropy_gradient
+        return torch.stack(
+            log_probs(rows, weight, layout.targets, layout.temperatures, shard, entropy_gradient=gradient)
         )
-        return own if self.config.context_parallel_size == 1 else put_together(own, layout.own, layout.every_target)
 
     def _vocab_shard(self, size: int) -> VocabShard:
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -155,10 +160,10 @@ def build_bridge(hf_config: Any, dtype: torch.dtype, *, recompute: bool, sequenc
     return bridge
 
 
-def build_model(bridge: Bridge) -> PolicyModel:
+def build_model(bridge: Bridge, kind: type[PolicyModel] = PolicyModel) -> PolicyModel:
     """This rank's part of the model, with random weights."""
     hf_config = bridge.hf_config
-    model = PolicyModel(
+    model = kind(
         config=bridge.config,
         transformer_layer_spec=block_spec(bridge.config),
         vocab_size=bridge.padded_vocab_size,
@@ -189,14 +194,14 @@ def block_spec(config: Any) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
 
 
-def load_weights(bridge: Bridge, model: PolicyModel, folder: Path) -> None:
-    """Read the folder's safetensors into the model. Raises ValueError when names do not match exactly."""
+def load_weights(bridge: Bridge, model: PolicyModel, folder: Path, unused: Collection[str] = ()) -> None:
+    """Read the folder's safetensors into the model. Raises ValueError when names, without `unused`, do not match."""
     io = bridge._get_safetensor_io(str(folder))
     found = set(io.load_hf_weight_names())
     tied = {"lm_head.weight"} if bridge.hf_config.tie_word_embeddings else set()
     names = bridge._weight_name_mapping_mcore_local_to_global(model).values()
     wanted = all_ranks_together({name for local in names for name in bridge._weight_name_mapping_mcore_to_hf(local)})
-    missing, extra = sorted(wanted - found), sorted(found - wanted - tied)
+    missing, extra = sorted(wanted - found), sorted(found - wanted - tied - set(unused))
     if missing or extra:
         raise ValueError(
             f"{folder}: weights missing: {missing[:5] or 'none'}, not of this model: {extra[:5] or 'none'}"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from topology.bundles import Node
-from topology.capacity import Capacity
+from topology.capacity import Capacity, Node
 from topology.config import ConfigError, RunConfig, load_config
 from topology.models import ModelInfo
 from topology.plan import make_plan
+from topology.roles import max_response_tokens
 
 SMOL = ModelInfo(
     family="llama",
@@ -108,16 +108,27 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         (("weights.every=50",), "no version would ever be published"),
         (("evaluation.at_start=false", "evaluation.at_end=false"), "nothing would be evaluated"),
         (
-            ("trainers.critic={algorithm: {type: grpo}, backend: {type: torch}, steps: 1}",),
-            "trainers.critic: only one trainer, named `policy`",
+            ("trainers.critic={backend: {type: torch}}",),
+            "trainers.critic: nobody reads its values, as trainers.policy.algorithm is `grpo`: remove it, or use `ppo`",
+        ),
+        (
+            ("trainers.policy.algorithm={type: ppo, kl_coef: 0}",),
+            "trainers.critic: missing, but trainers.policy.algorithm is `ppo`",
+        ),
+        (
+            ("trainers.policy.algorithm={type: ppo}", "trainers.critic={backend: {type: torch}}"),
+            "no group provides `reference`, which trainers.policy needs; .*or set trainers.policy.algorithm.kl_coef to 0",
+        ),
+        (
+            (
+                "trainers.policy.algorithm={type: ppo, kl_coef: 0}",
+                "trainers.critic={backend: {type: torch}, minibatches: 5, optimizer: {warmup_steps: 99}}",
+            ),
+            "(?s)trainers.critic.minibatches: 12 groups_per_step .*trainers.critic.optimizer.warmup_steps: 99 is more",
         ),
         (
             ("makers.other={kind: rollout, sampling: {n: 4, max_tokens: 8}}",),
             r"all rollout groups need the same number of samples, got \[4, 8\]",
-        ),
-        (
-            ("makers.other={kind: rollout, sampling: {n: 8, max_tokens: 8}}",),
-            r"all rollout groups need the same budget, got \[8, 24\]",
         ),
         (
             ("makers.second={kind: reward, functions: [{name: exact_match}]}",),
@@ -244,6 +255,13 @@ def test_more_actors_than_the_cluster_holds_are_refused_with_the_sum() -> None:
 def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory: the plan needs about .* GiB .* this machine has 8\.0"):
         make_plan(demo("makers.rollout.replicas=20"), SMOL, Capacity(ROOMY.what, (node(memory_gib=8),)))
+
+
+def test_rollout_groups_may_sample_each_in_its_own_way_and_the_largest_budget_counts() -> None:
+    config = demo("makers.other={kind: rollout, sampling: {n: 8, temperature: 0.5, max_tokens: 90, stop: [x]}}")
+    make_plan(config, SMOL, ROOMY)
+    assert max_response_tokens(config) == 90
+    assert max_response_tokens(demo()) == 24
 
 
 def test_key_value_heads_are_shared_out_or_repeated() -> None:

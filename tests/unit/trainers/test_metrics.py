@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from tests.fakes_trainer import buffer_status, make_row, step_result
+from trainers.batch import StepPlan
+from trainers.estimates import Estimates
 from trainers.metrics import MetricsBuilder, Shares, StepRecord, bound_by
 from trainers.planner import Batch
+from trainers.training import Trained
 
 MAKER = {
     "version": 3,
@@ -30,7 +33,7 @@ def batch() -> Batch:
 
 def record(**changes: Any) -> StepRecord:
     parts: dict[str, Any] = {
-        "result": step_result(7),
+        "trained": Trained(StepPlan(7, None, (), ()), step_result(7)),
         "batch": batch(),
         "version": 7,
         "seconds": {"step": 10.0, "wait_for_batch": 4.0, "train": 5.0, "publish": 0.5},
@@ -86,8 +89,30 @@ def test_figures_of_a_step_have_their_values() -> None:
     assert {key: found[key] for key in expected} == expected
 
 
+def ppo_record() -> StepRecord:
+    estimates = Estimates([], {}, mean_return=0.4, explained_variance=0.3, kl=0.02, kl_penalty=0.01)
+    critic = step_result(7, loss=0.25, grad_norm=3.0, metrics={"value/clip_frac": 0.125})
+    trained = Trained(StepPlan(7, None, (), ()), step_result(7), estimates, critic)
+    return record(trained=trained, seconds={"step": 10.0, "train": 5.0, "values": 1.5})
+
+
+def test_figures_of_a_critic_have_their_values_and_are_there_only_with_one() -> None:
+    found, without = MetricsBuilder().build(ppo_record()), MetricsBuilder().build(record())
+    expected = {
+        "reward/kl_penalty": 0.01,
+        "value/loss": 0.25,
+        "value/clip_frac": 0.125,
+        "value/explained_variance": 0.3,
+        "value/returns": 0.4,
+        "value/grad_norm": 3.0,
+        "time/values": 1.5,
+    }
+    assert {key: found[key] for key in set(found) - set(without)} == expected
+    assert (found["kl"], found["loss"]) == (0.02, 0.5)
+
+
 def test_object_is_flat_has_fewer_than_60_keys_and_each_is_documented() -> None:
-    found = MetricsBuilder().build(record())
+    found = MetricsBuilder().build(ppo_record())
     assert len(found) < 60
     assert all(isinstance(value, int | float | str | None) for value in found.values())
     text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()

@@ -23,6 +23,7 @@ def reasons(shape: dict[str, int], **backend: Any) -> list[str]:
         (DENSE, {}),
         (DENSE, {"tensor_parallel": 4, "sequence_parallel": True, "pipeline_parallel": 6, "context_parallel": 3}),
         (SPARSE, {"expert_parallel": 3, "data_parallel": 6}),
+        (SPARSE, {"expert_parallel": 6, "data_parallel": 3, "tensor_parallel": 2, "sequence_parallel": True}),
     ],
 )
 def test_a_layout_that_divides_the_model_is_not_refused(shape, backend):
@@ -75,7 +76,14 @@ def test_a_layout_that_divides_the_model_is_not_refused(shape, backend):
         (
             SPARSE,
             {"expert_parallel": 2, "data_parallel": 3},
-            "expert_parallel: 2 does not divide data_parallel 3, whose ranks share out the experts: use 1 or 3",
+            "expert_parallel: 2 does not divide the 3 ranks that share out the experts (tensor_parallel 1 x "
+            "context_parallel 1 x data_parallel 3): use 1 or 3",
+        ),
+        (
+            SPARSE,
+            {"tensor_parallel": 2},
+            "sequence_parallel: experts need it with tensor_parallel 2, whose ranks would else send every token to them "
+            "once each: set sequence_parallel: true",
         ),
         (
             DENSE,

@@ -61,6 +61,7 @@ class Bench:
     start_step: int = 0
     batch_deadline: float = 5.0
     ends: bool = False
+    critic: Any = None
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     shared: bool = False  # the devices, with makers
     log: list[tuple[Any, ...]] = field(default_factory=list)
@@ -88,6 +89,7 @@ class Bench:
             schedule=Schedule(self.every, self.checkpoint_every, self.checkpoint_at_end),
             deadlines=Deadlines(batch=self.batch_deadline, step=5.0, call=1.0),
             max_age=self.max_age,
+            critic=self.critic,
             evaluation=self.evaluation,
             turns=cast(Turns, FakeTurns(self.log)) if self.shared else None,
             start_step=self.start_step,
