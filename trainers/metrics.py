@@ -31,7 +31,6 @@ FROM_RESULT = (
     "mismatch/kl",
     "mismatch/logp_abs_diff_mean",
     "mismatch/logp_abs_diff_max",
-    "mismatch/tokens",
     "is/mean",
     "is/max",
     "is/ess",
