@@ -27,6 +27,7 @@ NOT_EXTRA = {
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "distributed_executor_backend",
+    "enable_sleep_mode",
 }
 DATA_PARALLEL = "data_parallel"  # how all of vLLM's arguments for it begin
 

@@ -11,13 +11,20 @@ PARTS = ("stage", "needs", "slots", "start", "make", "status", "close")  # of th
 
 
 def build_maker(
-    config: settings.MakerConfig, *, name: str, model_path: str, weights: WeightClient | None, seed: int
+    config: settings.MakerConfig,
+    *,
+    name: str,
+    model_path: str,
+    weights: WeightClient | None,
+    seed: int,
+    sleeps: bool = False,
 ) -> Maker:
     """The maker that `config` describes, not yet started.
 
-    `model_path` is the checkpoint folder of the maker's model; `weights` is None where no trainer publishes any. A kind
-    of your own (`package.module:Class`) is called with its options as keyword arguments. Raises InfraFailure when what it
-    returns is not a maker.
+    `model_path` is the checkpoint folder of the maker's model; `weights` is None where no trainer publishes any.
+    `sleeps`: it shares its device, and will be told to give the memory back (see makers.maker.Sleeper). A kind of your
+    own (`package.module:Class`) is called with its options as keyword arguments. Raises InfraFailure when what it returns
+    is not a maker.
     """
     if isinstance(config, settings.RolloutMaker):
         from makers.engines.engine import NO_VERSION
@@ -30,6 +37,7 @@ def build_maker(
             threads=config.engine.threads or max(1, int(config.resources.cpus)),
             seed=seed,
             recompute=config.recompute,
+            sleeps=sleeps,
             version=NO_VERSION if weights is not None else 0,  # without a trainer the folder's weights are the policy
         )
         return RolloutMaker(config, name=name, model_path=model_path, engine=engine, weights=weights)

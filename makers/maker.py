@@ -13,6 +13,23 @@ from buffer.columns import Columns
 from buffer.records import Lease, Produced
 
 
+class Sleeper(Protocol):
+    """What a maker also offers where it shares its device with others in turns.
+
+    Whoever hands the device over gives the maker no new rows, then calls sleep(), and gives it rows again after wake().
+    A row that comes in between all the same waits for wake(), within the time of its lease.
+    """
+
+    async def sleep(self, level: int) -> None:
+        """Finish the rows in progress and give the device's memory back. 1: keep the weights in the host's memory; 2: drop
+        them. Nothing happens when it is asleep already. A call that fails or is cancelled leaves the maker awake."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the device again, and then the newest weights. Nothing happens when it is awake already."""
+        ...
+
+
 class Maker(Protocol):
     @property
     def stage(self) -> str:

@@ -6,6 +6,8 @@ Guarantees:
    be compared term by term.
 3. A row that the model cannot take (its context, its vocabulary) fails as data, with the numbers.
 
+4. Asleep the model is in the host's memory. Rows in progress end before it sleeps, and a row that comes meanwhile waits.
+
 Rows are computed one after another in a thread of their own; up to `slots` wait there, so that none is missed meanwhile.
 """
 
@@ -40,6 +42,8 @@ class ReferenceMaker:
         self._model_path = model_path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self._scorer: Scorer
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._closed = False
         self._running = 0
         self._rows = 0
@@ -56,6 +60,8 @@ class ReferenceMaker:
     async def make(self, lease: Lease, inputs: Mapping[str, Columns]) -> tuple[Produced, Columns]:
         self._running += 1
         try:
+            await self._awake.wait()
+            self._require_open(lease)
             return await self._in_thread(self._score, lease, inputs["rollout"])
         finally:
             self._running -= 1
@@ -69,9 +75,27 @@ class ReferenceMaker:
             "seconds_forward": self._seconds,
         }
 
+    async def sleep(self, level: int) -> None:
+        """See makers.maker.Sleeper. Both levels do the same: there is nowhere to bring frozen weights from again."""
+        self._awake.clear()
+        try:
+            await self._in_thread(lambda: self._scorer.move("cpu"))  # behind the rows in progress
+        except BaseException:
+            self._awake.set()
+            raise
+
+    async def wake(self) -> None:
+        await self._in_thread(lambda: self._scorer.move(None))
+        self._awake.set()
+
     async def close(self) -> None:
         self._closed = True
+        self._awake.set()
         await asyncio.to_thread(self._thread.shutdown)
+
+    def _require_open(self, lease: Lease) -> None:
+        if self._closed:
+            raise InfraFailure(f"maker {self._name}: closed before row {lease.row_id} was scored")
 
     async def _in_thread(self, function, *args):
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -89,8 +113,7 @@ class ReferenceMaker:
         )
 
     def _score(self, lease: Lease, rollout: Columns) -> tuple[Produced, Columns]:
-        if self._closed:
-            raise InfraFailure(f"maker {self._name}: closed before row {lease.row_id} was scored")
+        self._require_open(lease)
         began = time.perf_counter()
         logprobs = np.empty(rollout["response_ids"].size, np.float32)
         try:

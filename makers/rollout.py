@@ -6,7 +6,9 @@ Guarantees:
 3. New weights are followed in the background. A version that does not cover the model exactly, or arrives damaged, is
    not taken: the old one goes on, and rows that need a newer one fail as this maker's failure, not as the run's.
 4. A row that cannot fit the context fails as data, with its numbers.
-5. The same lease seed and the same weights give the same tokens.
+5. Asleep it holds no device memory. Rows in progress end before it sleeps; a row that comes meanwhile waits; and after
+   waking the newest weights are in before the next row.
+6. The same lease seed and the same weights give the same tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ class RolloutMaker:
         self._clock = clock
         self._encoder: PromptEncoder | None = None
         self._follower: asyncio.Task[None] | None = None
-        self._changed = asyncio.Condition()  # the version, or the number of failed updates
+        self._changed = asyncio.Condition()  # the version, the number of failed updates, or whether it is asleep
+        self._device = asyncio.Lock()  # held by an update, and by sleep until it ends
+        self._turn = asyncio.Lock()  # one sleep() or wake() at a time
+        self._asleep = False
         self._waiting = 0  # rows that wait for a version
         self._updates = 0
         self._failures = 0  # updates that failed since the last one that did not
@@ -78,8 +83,7 @@ class RolloutMaker:
         self._encoder = await asyncio.to_thread(PromptEncoder, self._model_path)
         if self._weights is None:
             return
-        if await self._weights.wait_newer(self._engine.version, 0.0) > self._engine.version:
-            await self._update(self._weights)
+        await self._take_newest(self._weights)
         self._follower = asyncio.create_task(self._follow(self._weights), name=f"{self._name}: follow the weights")
 
     async def make(self, lease: Lease, inputs: Mapping[str, Columns]) -> tuple[Produced, Columns]:
@@ -112,12 +116,49 @@ class RolloutMaker:
             "seconds_syncing": self._seconds_syncing,
         }
 
+    async def sleep(self, level: int) -> None:
+        """See makers.maker.Sleeper. Raises InfraFailure, and ValueError for level 2 where nobody would bring weights."""
+        if level == 2 and self._weights is None:
+            raise ValueError(
+                f"maker {self._name}: sleep level 2 drops the weights, and no trainer publishes any: use 1"
+            )
+        async with self._turn:
+            if self._asleep:
+                return
+            await self._note_sleep(True)
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    await stack.enter_async_context(self._device)
+                    await self._engine.sleep(level)
+                    stack.pop_all()  # held until wake()
+            except BaseException:
+                await self._note_sleep(False)
+                raise
+
+    async def wake(self) -> None:
+        """See makers.maker.Sleeper. Where the newest weights cannot be had, they are followed as ever. Raises InfraFailure."""
+        async with self._turn:
+            if not self._asleep:
+                return
+            await self._engine.wake()
+            try:
+                if self._weights is not None:
+                    await self._take_newest(self._weights)
+            except Exception as error:
+                logger.warning("maker %s: updating the weights after sleep failed: %r", self._name, error)
+                await self._note_update(error)
+            finally:
+                self._device.release()
+                await self._note_sleep(False)
+
     async def close(self) -> None:
         if self._follower is not None:
             self._follower.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._follower
         await self._engine.close()
+        async with self._changed:
+            self._changed.notify_all()
 
     def _request(self, lease: Lease) -> GroupRequest:
         assert self._encoder is not None, "make() before start()"
@@ -142,8 +183,10 @@ class RolloutMaker:
 
     async def _wait_for_version(self, lease: Lease) -> None:
         def ready() -> bool:
-            broken = self._engine.status()["state"] == "broken"
-            return broken or self._engine.version >= lease.min_version or self._failures >= UPDATE_ATTEMPTS
+            ended = self._engine.status()["state"] in ("broken", "closed")
+            if self._asleep and not ended:
+                return False
+            return ended or self._engine.version >= lease.min_version or self._failures >= UPDATE_ATTEMPTS
 
         self._waiting += 1
         try:
@@ -161,13 +204,17 @@ class RolloutMaker:
         """Consumes published versions; produces loaded ones; waits for a newer version; unblocked by its publication."""
         while self._engine.status()["state"] != "broken":
             try:
-                newest = await weights.wait_newer(self._engine.version, POLL_SECONDS)
-                if newest > self._engine.version:
-                    await self._update(weights)
+                await weights.wait_newer(self._engine.version, POLL_SECONDS)
+                async with self._device:
+                    await self._take_newest(weights)
             except Exception as error:
                 logger.warning("maker %s: updating the weights failed: %r", self._name, error)
                 await self._note_update(error)
                 await asyncio.sleep(min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2 ** (self._failures - 1)))
+
+    async def _take_newest(self, weights: WeightClient) -> None:
+        if await weights.wait_newer(self._engine.version, 0.0) > self._engine.version:
+            await self._update(weights)
 
     async def _update(self, weights: WeightClient) -> None:
         began = self._clock()
@@ -178,6 +225,11 @@ class RolloutMaker:
         finally:
             self._seconds_syncing += self._clock() - began
         await self._note_update(None)
+
+    async def _note_sleep(self, asleep: bool) -> None:
+        async with self._changed:
+            self._asleep = asleep
+            self._changed.notify_all()
 
     async def _note_update(self, error: Exception | None) -> None:
         async with self._changed:

@@ -43,12 +43,19 @@ class Scorer:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._home = self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
         self._model = model.to(self._device).eval()
         self._micro_batch_tokens = micro_batch_tokens
         self._vocabulary = int(model.config.vocab_size)
         self._max_positions = getattr(model.config, "max_position_embeddings", None)
+
+    def move(self, device: str | None) -> None:
+        """The model to another device, or, None, back to where it was loaded. Frees what it leaves."""
+        self._device = self._home if device is None else torch.device(device)
+        self._model.to(self._device)
+        if self._home.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def score(self, rollout: Columns) -> Iterator[Scored]:

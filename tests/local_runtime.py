@@ -26,7 +26,7 @@ from tests.fakes_trainer import FakeRecorder
 from topology.config import RunConfig
 from topology.models import resolve_model
 from topology.plan import worst_case_staleness
-from topology.roles import POLICY, rollout_of, stages_of
+from topology.roles import POLICY, max_response_tokens, rollout_of, stages_of
 from trainers.checkpoints import Checkpointer
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
@@ -139,7 +139,7 @@ async def run_locally(config: RunConfig, folder: Path, rank: Any, makers_of: Mak
 
     trainer = Trainer(
         trainer_config,
-        planner=StepPlanner(trainer_config, rollout_of(config).sampling.max_tokens),
+        planner=StepPlanner(trainer_config, max_response_tokens(config)),
         ranks=ranks,
         rows=rows,
         weights=LocalPublisher(store, ranks),

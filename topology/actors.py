@@ -217,6 +217,7 @@ class MakerActor(Shell):
 
     async def start(self) -> MakerInfo:
         from makers.factory import build_maker
+        from topology.bundles import makers_in_turns
         from topology.handles import RayWeightClient
         from topology.models import resolve_model
         from topology.roles import model_of, stage_of
@@ -230,6 +231,7 @@ class MakerActor(Shell):
             model_path=self.identity.model_path if own is None else str(resolve_model(own.path)),
             weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout),
             seed=self.config.seed + int(index),
+            sleeps=self.identity.name in makers_in_turns(self.config),
         )
         await self._maker.start()
         self._needs = tuple(self._maker.needs)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from makers.config import ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
 from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
+from topology.placement_checks import PLACEMENT_CHECKS
 from topology.roles import POLICY, stages_of
 from trainers.config import MegatronBackend, Ppo
+from trainers.parallel import unsupported
 
 
 def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -42,6 +44,37 @@ def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         )
 
 
+def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """What of a layout of ranks the model does not allow, and ranks that would have nothing to do."""
+    for role, trainer in config.trainers.items():
+        backend = trainer.backend
+        if not isinstance(backend, MegatronBackend):
+            continue
+        for reason in unsupported(
+            backend,
+            layers=model.layers,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            intermediate=model.expert_intermediate or model.intermediate,
+            experts=model.experts,
+        ):
+            yield f"trainers.{role}.backend.{reason}"
+
+
+def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    for role, trainer in config.trainers.items():
+        backend = trainer.backend
+        rollouts = [maker for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
+        if not isinstance(backend, MegatronBackend) or not rollouts:
+            continue
+        groups, n = config.trainers[POLICY].groups_per_step / trainer.minibatches, rollouts[0].sampling.n
+        if backend.data_parallel > groups * n:
+            yield (
+                f"trainers.{role}.backend.data_parallel: {backend.data_parallel} ranks for the {groups * n:g} samples of an "
+                f"optimizer step ({groups:g} groups x {n}): some would have nothing to do, use at most {groups * n:g}"
+            )
+
+
 def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     provided = set(stages_of(config))
     if "rollout" in provided and not any(isinstance(maker, RolloutMaker) for maker in config.makers.values()):
@@ -60,9 +93,6 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     sizes = {maker.sampling.n for maker in rollouts.values()}
     if len(sizes) > 1:
         yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
-    budgets = {maker.sampling.max_tokens for maker in rollouts.values()}
-    if len(budgets) > 1:
-        yield f"makers.*.sampling.max_tokens: all rollout groups need the same budget, got {sorted(budgets)}"
     rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
     first, *others = rewards or [""]
     different = [group for group in others if rewards[group].functions != rewards[first].functions]
@@ -104,7 +134,8 @@ def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             continue
         engine, gpus = maker.engine, maker.resources.gpus
         tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
-        for what, count in (("attention heads", model.heads), ("intermediate columns", model.intermediate)):
+        columns = model.expert_intermediate if model.experts else model.intermediate
+        for what, count in (("attention heads", model.heads), ("intermediate columns", columns)):
             if count % tensor:
                 yield (
                     f"{where}.tensor_parallel: the model's {count} {what} cannot be shared out over {tensor} processes: use a "
@@ -203,6 +234,8 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
 
 CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_trainers,
+    _check_parallel,
+    _check_idle_ranks,
     _check_columns,
     _check_groups,
     _check_engines,
@@ -212,4 +245,5 @@ CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_buffer,
     _check_cluster,
     _check_evaluation,
+    *PLACEMENT_CHECKS,
 )

@@ -27,6 +27,11 @@ def rollout_of(config: RunConfig) -> RolloutMaker:
     return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
 
 
+def max_response_tokens(config: RunConfig) -> int:
+    """The largest completion budget: the constant of Dr.GRPO, one for all rows, whichever group made them."""
+    return max(maker.sampling.max_tokens for maker in config.makers.values() if isinstance(maker, RolloutMaker))
+
+
 def role_of(actor: str) -> str:
     """Of `trainer/ROLE` and `trainer/ROLE/rank/I`."""
     return actor.split("/")[1]

@@ -10,7 +10,7 @@ from typing import Any
 from topology.bundles import makers_in_turns, trainers_in_turns
 from topology.handles import RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import CRITIC, POLICY, rank_names, rollout_of
+from topology.roles import CRITIC, POLICY, max_response_tokens, rank_names
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
 from trainers.critic import Critic
@@ -39,7 +39,7 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
     rows = RayRows(shell.peer("buffer"), CALL)
     return Trainer(
         settings,
-        planner=StepPlanner(settings, rollout_of(config).sampling.max_tokens),
+        planner=StepPlanner(settings, max_response_tokens(config)),
         ranks=group,
         rows=rows,
         weights=RayPublisher(shell.peer("weights"), config.weights.timeout),

@@ -64,10 +64,24 @@ class Engine(Protocol):
         ...
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Of the weights that are in; NO_VERSION while there are none of any version."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Give the device's memory back, as soon as no group is being generated: level 1 keeps the weights in the host's
+        memory, level 2 drops them, so that after wake() nothing is generated until a version has been loaded.
+
+        Until wake() generate and load_weights raise InfraFailure. Cancelling the call leaves the engine awake.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the device's memory again. Nothing happens when the engine is awake."""
+        ...
 
     def status(self) -> dict[str, float | int | str | None]:
-        """`state` (ready, quarantined, broken, closed, ...), `running` groups, `tokens_generated`,
+        """`state` (ready, asleep, quarantined, broken, closed, ...), `running` groups, `tokens_generated`,
         `seconds_generating`, `seconds_idle`, `seconds_sync_pause`."""
         ...
 

@@ -3,7 +3,7 @@
 Guarantees, beside those of makers/engines/engine.py:
 1. Every call into vLLM happens on one thread; between two steps it takes what was asked meanwhile, in order.
 2. A group's caller is woken when the last of its samples ends; no other work is done for it per step.
-3. After an exception inside a step (vLLM cannot go on after one) every waiting and later call raises InfraFailure.
+3. After an exception inside vLLM (it cannot go on after one) every waiting and later call raises InfraFailure.
 4. New weights are unpacked and verified off that thread: generation stops only for the load itself.
 
 CPU is what has been measured. On GPU the same code runs with other settings (`engine_arguments`); it has not been run
@@ -59,6 +59,12 @@ class _Update:
 
 
 @dataclass
+class _Sleep:
+    level: int
+    done: concurrent.futures.Future[None] = field(default_factory=_future)
+
+
+@dataclass
 class _Addition:
     group: int
     request: GroupRequest
@@ -77,6 +83,7 @@ class InProcessVllm:
         seed: int,
         recompute: bool,
         version: int = NO_VERSION,
+        sleeps: bool = False,
         core: Callable[..., Any] | None = None,
     ) -> None:
         self.max_model_len = config.max_model_len
@@ -86,12 +93,15 @@ class InProcessVllm:
         self._seed = seed
         self._recompute = recompute
         self._first_version = version  # of the weights in the model folder
+        self._sleeps = sleeps  # shares its device, and so has to be able to give the memory back
         self._make_core = core or _vllm_core
         self._core: Any = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: dict[int, _Addition] = {}  # groups in the core
         self._held: deque[_Addition] = deque()  # groups that let an update go first
         self._update: _Update | None = None  # waits for the running groups to end
+        self._sleep: _Sleep | None = None  # waits for the running groups to end
+        self._asleep = False
         self._next_group = 0
         self._state = "new"
         self._cause = ""
@@ -121,14 +131,32 @@ class InProcessVllm:
         self._post(lambda: self._take_update(update))
         await asyncio.wrap_future(update.done)
 
+    async def sleep(self, level: int) -> None:
+        request = _Sleep(level)
+        self._post(lambda: self._take_sleep(request))
+        try:
+            await asyncio.wrap_future(request.done)
+        except asyncio.CancelledError:
+            self._inbox.put(self._rise)
+            raise
+
+    async def wake(self) -> None:
+        done = _future()
+        self._post(lambda: self._answer(done))
+        await asyncio.wrap_future(done)
+
     @property
     def version(self) -> int:
         return NO_VERSION if self._core is None else int(self._core.version)
 
     def status(self) -> dict[str, float | int | str | None]:
-        quarantined = self._core is not None and self._core.quarantined is not None
+        state = self._state
+        if state == "ready" and self._asleep:
+            state = "asleep"
+        elif state == "ready" and self._core.quarantined is not None:
+            state = "quarantined"
         return {
-            "state": "quarantined" if self._state == "ready" and quarantined else self._state,
+            "state": state,
             "version": self.version,
             "running": len(self._calls) + len(self._held),
             **vars(self._counters),
@@ -173,6 +201,7 @@ class InProcessVllm:
                 seed=self._seed,
                 recompute=self._recompute,
                 version=self._first_version,
+                sleeps=self._sleeps,
             )
             self._state = "ready"
         except BaseException as error:
@@ -184,15 +213,16 @@ class InProcessVllm:
             while self._state == "ready":
                 self._take_inbox()
                 self._update_when_due()
+                self._sleep_when_due()
                 self._step()
         except BaseException as error:
-            logger.exception("vLLM failed inside a step")
-            self._state, self._cause = "broken", f"failed inside a step: {error!r}"
+            logger.exception("vLLM failed")
+            self._state, self._cause = "broken", f"vLLM failed: {error!r}"
         self._fail_waiting(InfraFailure(f"vLLM engine is {self._state}: {self._cause or 'closed'}"))
         self._core.close()
 
     def _take_inbox(self) -> None:
-        if not self._core.running and self._update is None and self._inbox.empty():
+        if not self._core.running and self._update is None and self._sleep is None and self._inbox.empty():
             began = time.perf_counter()
             act = self._inbox.get()
             self._counters.seconds_idle += time.perf_counter() - began
@@ -211,13 +241,19 @@ class InProcessVllm:
             self._calls.pop(group).done.set_result(samples)
 
     def _add(self, call: _Addition) -> None:
+        if self._asleep:
+            call.done.set_exception(InfraFailure("vLLM engine is asleep"))
+            return
         if self._update is not None or self._state != "ready":
             self._held.append(call)
             return
         try:
             self._core.add(call.group, call.request)
-        except Exception as error:
+        except (ValueError, InfraFailure) as error:
             call.done.set_exception(error)
+        except BaseException:
+            self._held.append(call)  # failed with all others
+            raise
         else:
             self._calls[call.group] = call
 
@@ -228,6 +264,9 @@ class InProcessVllm:
             self._core.abort(call.group)
 
     def _take_update(self, update: _Update) -> None:
+        if self._asleep:
+            update.done.set_exception(InfraFailure(f"vLLM engine is asleep, version {update.version} has to wait"))
+            return
         if self._update is not None:
             self._update.done.set_exception(InfraFailure(f"version {update.version} came before it was in use"))
         self._update = update
@@ -254,6 +293,45 @@ class InProcessVllm:
         while self._held:
             self._add(self._held.popleft())
 
+    def _take_sleep(self, request: _Sleep) -> None:
+        if self._asleep or self._sleep is not None:
+            request.done.set_exception(InfraFailure("vLLM engine is asleep already, or about to be"))
+            return
+        self._sleep = request
+
+    def _sleep_when_due(self) -> None:
+        request = self._sleep
+        if request is None or self._core.running:
+            return
+        self._sleep = None
+        try:
+            self._core.sleep(request.level)
+        except ValueError as error:
+            request.done.set_exception(error)
+        except BaseException as error:
+            request.done.set_exception(InfraFailure(f"vLLM failed to fall asleep: {error!r}"))
+            raise
+        else:
+            self._asleep = True
+            request.done.set_result(None)
+
+    def _rise(self) -> None:
+        """Awake afterwards, and no sleep is asked for."""
+        if self._sleep is not None:
+            self._sleep.done.set_exception(InfraFailure("vLLM engine was woken before it was asleep"))
+            self._sleep = None
+        if self._asleep:
+            self._core.wake()
+            self._asleep = False
+
+    def _answer(self, done: concurrent.futures.Future[Any]) -> None:
+        try:
+            self._rise()
+        except BaseException as error:
+            done.set_exception(InfraFailure(f"vLLM failed to wake up: {error!r}"))
+            raise
+        done.set_result(None)
+
     def _stop(self) -> None:
         self._state = "closed"
 
@@ -261,12 +339,12 @@ class InProcessVllm:
         """Nobody waits any more: neither those in the core nor those still in the inbox."""
         while not self._inbox.empty():
             self._inbox.get()()
-        calls: list[Any] = [*self._calls.values(), *self._held, *([self._update] if self._update else [])]
-        for call in calls:
+        calls: list[Any] = [*self._calls.values(), *self._held, self._update, self._sleep]
+        for call in filter(None, calls):
             call.done.set_exception(failure)
         self._calls.clear()
         self._held.clear()
-        self._update = None
+        self._update = self._sleep = None
 
 
 def _vllm_core(config: VllmEngine, model_path: str, *, threads: int, **settings: Any) -> Any:

@@ -28,7 +28,7 @@ import numpy as np
 
 from buffer.records import InfraFailure
 from makers.config import VllmEngine
-from makers.engines.engine import GroupRequest, Sample
+from makers.engines.engine import NO_VERSION, GroupRequest, Sample
 
 if TYPE_CHECKING:
     from makers.engines.shared import SharedWeights
@@ -85,7 +85,9 @@ class _Group:
 class VllmCore:
     """Groups in, finished groups out, one `step` at a time."""
 
-    def __init__(self, config: VllmEngine, model_path: str, *, seed: int, recompute: bool, version: int) -> None:
+    def __init__(
+        self, config: VllmEngine, model_path: str, *, seed: int, recompute: bool, version: int, sleeps: bool
+    ) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -93,7 +95,8 @@ class VllmCore:
         self.version = version
         self.quarantined: str | None = None  # why nothing may be generated
         self._recompute = recompute
-        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config, model_path, seed)))
+        self._sleeps = sleeps
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config, model_path, seed, sleeps)))
         self._engine.set_weight_version(str(version))
         if (
             config.pipeline_parallel > 1
@@ -175,6 +178,25 @@ class VllmCore:
         self.version = version
         self.quarantined = None
 
+    def sleep(self, level: int) -> None:
+        """Nothing may be running. Raises ValueError for what is not possible.
+
+        On CPU vLLM pauses and frees nothing. On GPU it frees what `enable_sleep_mode` lets it; not yet run on one.
+        """
+        import torch
+
+        if level not in (1, 2):
+            raise ValueError(f"sleep level {level}: 1 keeps the weights in the host's memory, 2 drops them")
+        if not self._sleeps and torch.cuda.is_available():
+            raise ValueError("this engine was not made to share its device: vLLM decides at its start what it can free")
+        self._bring_home()
+        if level == 2:
+            self.version, self.quarantined = NO_VERSION, "its weights were dropped when it went to sleep"
+        self._engine.sleep(level)
+
+    def wake(self) -> None:
+        self._engine.wake_up()
+
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
@@ -193,7 +215,7 @@ class VllmCore:
         self._engine.abort_request(alive)
 
 
-def engine_arguments(config: VllmEngine, model_path: str, seed: int) -> dict[str, Any]:
+def engine_arguments(config: VllmEngine, model_path: str, seed: int, sleeps: bool) -> dict[str, Any]:
     """What vLLM is started with, by device. `extra` of the config has the last word."""
     import torch
 
@@ -216,6 +238,7 @@ def engine_arguments(config: VllmEngine, model_path: str, seed: int) -> dict[str
         device: dict[str, Any] = {
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enforce_eager": bool(config.enforce_eager),
+            "enable_sleep_mode": sleeps,
         }
     else:
         device = {

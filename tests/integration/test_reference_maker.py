@@ -151,6 +151,27 @@ def test_rows_that_wait_when_the_maker_closes_fail_as_its_failure():
     assert "closed before row 3 was scored" in str(last)
 
 
+def test_a_row_that_comes_while_the_maker_sleeps_waits_until_it_wakes():
+    async def scenario(maker):
+        columns = rollout()
+        _, before = await maker.make(make_lease(1), {"rollout": columns})
+        await maker.sleep(1)
+        row = asyncio.ensure_future(maker.make(make_lease(2), {"rollout": columns}))
+        await asyncio.sleep(0.1)
+        assert not row.done()
+        await maker.wake()
+        _, after = await row
+        np.testing.assert_array_equal(before["reference_logprobs"], after["reference_logprobs"])
+        await maker.sleep(1)
+        waiting = asyncio.ensure_future(maker.make(make_lease(3), {"rollout": columns}))
+        await asyncio.sleep(0)
+        await maker.close()
+        with pytest.raises(InfraFailure, match="closed before row 3"):
+            await waiting
+
+    with_maker(scenario)
+
+
 def test_a_folder_without_a_model_is_the_makers_failure(tmp_path):
     with pytest.raises(InfraFailure, match=f"maker/reference/0: no reference model from {tmp_path}"):
         asyncio.run(make_maker(str(tmp_path)).start())

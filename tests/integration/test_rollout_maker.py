@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from buffer.columns import validate_columns
 from buffer.records import DataFailure, InfraFailure, Lease, Prompt
 from makers.config import RolloutMaker as RolloutMakerConfig
-from makers.engines.engine import GroupRequest
+from makers.engines.engine import NO_VERSION, GroupRequest
 from makers.engines.vllm import InProcessVllm
 from makers.rollout import RolloutMaker
 from topology.models import resolve_model
@@ -458,6 +458,88 @@ def test_a_version_that_does_not_fit_fails_the_rows_that_need_it_and_serves_the_
         await until(lambda: maker.status()["version"] == version + 2)
         assert maker.status()["update_failures"] == 0
         await maker.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_maker_ends_its_rows_before_it_sleeps_and_wakes_with_the_newest_weights(engine, level):
+    async def scenario():
+        publisher, old = Publisher(), engine.version + 1
+        await publisher.publish(old)
+        maker = make_maker(engine, publisher, sampling={"n": 4, "temperature": TEMPERATURE, "max_tokens": 300})
+        await maker.start()
+        running = asyncio.ensure_future(maker.make(make_lease(1), {}))
+        await until(lambda: maker.status()["running"] == 1)
+        await asyncio.gather(maker.sleep(level), maker.sleep(level))
+        assert running.done()
+        assert maker.status()["state"] == "asleep"
+        meanwhile = asyncio.ensure_future(maker.make(make_lease(2), {}))
+        await publisher.publish(old + 1)
+        await until(lambda: maker.status()["waiting"] == 1)
+        await asyncio.sleep(0.05)
+        assert not meanwhile.done()
+        assert maker.status()["version"] == (old if level == 1 else NO_VERSION)
+        await maker.wake()
+        await maker.wake()
+        assert maker.status()["version"] == old + 1
+        produced, columns = await meanwhile
+        await publisher.publish(old + 2)  # is followed again
+        await until(lambda: maker.status()["version"] == old + 2)
+        await maker.close()
+        return old, (await running)[0], produced, columns
+
+    old, before, after, columns = asyncio.run(scenario())
+    assert (before.min_version, before.max_version) == (old, old)
+    assert after.min_version == old + 1
+    first = slice(0, columns["response_offsets"][1])
+    mine = columns["policy_versions"][first] == old + 1
+    truth = true_logprobs(old + 1, columns["prompt_ids"].tolist(), columns["response_ids"][first])
+    np.testing.assert_allclose(columns["behaviour_logprobs"][first][mine], truth[mine], atol=TOLERANCE)
+
+
+def test_dropped_weights_come_back_though_no_newer_ones_were_published(engine):
+    async def scenario():
+        publisher, version = Publisher(), engine.version + 1
+        await publisher.publish(version)
+        maker = make_maker(engine, publisher)
+        await maker.start()
+        before = await maker.make(make_lease(), {})
+        await maker.sleep(2)
+        await maker.wake()
+        after = await maker.make(make_lease(), {})
+        await maker.close()
+        return before, after
+
+    (_, before), (_, after) = asyncio.run(scenario())
+    for name, column in before.items():
+        assert np.array_equal(column, after[name]), name
+
+
+def test_weights_that_nobody_would_bring_back_are_not_dropped(engine):
+    async def scenario():
+        await load(engine)
+        maker = make_maker(engine, None)
+        await maker.start()
+        with pytest.raises(ValueError, match="no trainer publishes any: use 1"):
+            await maker.sleep(2)
+        await maker.make(make_lease(), {})
+
+    asyncio.run(scenario())
+
+
+def test_a_sleep_that_is_given_up_leaves_the_maker_at_work(engine):
+    async def scenario():
+        await load(engine)
+        maker = make_maker(engine, None, sampling={"n": 4, "max_tokens": 300})
+        await maker.start()
+        running = asyncio.ensure_future(maker.make(make_lease(1), {}))
+        await until(lambda: maker.status()["running"] == 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(maker.sleep(1), 0.01)
+        await running
+        await maker.make(make_lease(2), {})
+        assert maker.status()["state"] == "ready"
 
     asyncio.run(scenario())
 

@@ -69,6 +69,15 @@ class FakeCore:
         self.version = version
         self.log.append(f"load {version}")
 
+    def sleep(self, level):
+        if level > 2:
+            raise ValueError("level")
+        assert not self.left
+        self.log.append(f"sleep {level}")
+
+    def wake(self):
+        self.log.append("wake")
+
     def close(self):
         self.closed = True
 
@@ -119,8 +128,8 @@ def test_an_exception_inside_a_step_fails_every_waiting_and_every_later_call():
         core.gate.set()
         for result in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(result, InfraFailure)
-            assert "failed inside a step: RuntimeError('offset')" in str(result)
-        with pytest.raises(InfraFailure, match=r"broken: failed inside a step: RuntimeError\('offset'\)"):
+            assert "vLLM failed: RuntimeError('offset')" in str(result)
+        with pytest.raises(InfraFailure, match=r"broken: vLLM failed: RuntimeError\('offset'\)"):
             await engine.generate(request())
         with pytest.raises(InfraFailure, match="broken"):
             await engine.load_weights(*version(1), between_groups=False)
@@ -145,6 +154,75 @@ def test_an_update_between_groups_waits_for_the_running_ones_and_goes_before_new
         assert set((await new)[0].versions) == {1}
 
     assert run(scenario).log == ["add 0", "end 0", "load 1", "add 1", "end 1"]
+
+
+def test_the_engine_sleeps_when_the_running_groups_have_ended_and_refuses_work_until_it_is_woken():
+    async def scenario(engine, core):
+        core.gate.clear()
+        running = asyncio.ensure_future(engine.generate(request(2)))
+        await until(lambda: core.running == 1)
+        sleeping = asyncio.ensure_future(engine.sleep(1))
+        await asyncio.sleep(0.01)
+        assert not sleeping.done()
+        core.gate.set()
+        await sleeping
+        assert len(await running) == 1
+        assert engine.status()["state"] == "asleep"
+        for refused in (engine.generate(request()), engine.load_weights(*version(1), between_groups=False)):
+            with pytest.raises(InfraFailure, match="asleep"):
+                await refused
+        with pytest.raises(InfraFailure, match="asleep already"):
+            await engine.sleep(1)
+        await engine.wake()
+        await engine.wake()
+        assert engine.status()["state"] == "ready"
+        assert len(await engine.generate(request())) == 1
+
+    assert run(scenario).log == ["add 0", "end 0", "sleep 1", "wake", "add 2", "end 2"]
+
+
+def test_a_sleep_that_is_cancelled_or_refused_leaves_the_engine_awake():
+    async def scenario(engine, core):
+        core.gate.clear()
+        running = asyncio.ensure_future(engine.generate(request(2)))
+        await until(lambda: core.running == 1)
+        sleeping = asyncio.ensure_future(engine.sleep(1))
+        await asyncio.sleep(0.01)
+        sleeping.cancel()
+        await asyncio.gather(sleeping, return_exceptions=True)
+        core.gate.set()
+        await running
+        with pytest.raises(ValueError, match="level"):
+            await engine.sleep(3)
+        assert len(await engine.generate(request())) == 1
+
+    assert run(scenario).log == ["add 0", "end 0", "add 1", "end 1"]
+
+
+def test_whoever_waits_for_sleep_when_vllm_fails_is_told():
+    async def scenario(engine, core):
+        core.gate.clear()
+        running = asyncio.ensure_future(engine.generate(request(2)))
+        await until(lambda: core.running == 1)
+        sleeping = asyncio.ensure_future(engine.sleep(1))
+        await until(lambda: not engine._inbox.empty())
+        core.fail = RuntimeError("device lost")
+        core.gate.set()
+        for result in await asyncio.gather(running, sleeping, return_exceptions=True):
+            assert isinstance(result, InfraFailure)
+            assert "device lost" in str(result)
+
+    run(scenario)
+
+
+def test_an_exception_while_a_group_enters_is_as_final_as_one_inside_a_step():
+    async def scenario(engine, core):
+        core.add = lambda *_: (_ for _ in ()).throw(RuntimeError("a process is gone"))
+        with pytest.raises(InfraFailure, match=r"broken: vLLM failed: RuntimeError\('a process is gone'\)"):
+            await engine.generate(request())
+        assert engine.status()["state"] == "broken"
+
+    run(scenario)
 
 
 def test_a_cancelled_call_takes_its_group_out():
