@@ -4,7 +4,7 @@ The body starts from the policy's folder, the head at zero: every value is 0 at 
 advantages are the plain rewards to come.
 
 The head is one row of weights that every tensor-parallel rank holds and computes alike, behind the gathering of the hidden
-states, so its gradient needs no reduction over them. It lives on the last pipeline stage.
+states, so its gradient needs no reduction over them. It lives on the last pipeline stage. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HEAD, HEAD_NAME = "value_head", "score.weight"  # the latter as in transformers'
 class ValueHead(torch.nn.Module):
     """Hidden states [targets, hidden] in, float32 values [targets] out."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, device: torch.device) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, hidden))
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden, device=device))
 
     def forward(self, rows: Tensor) -> Tensor:
         return torch.nn.functional.linear(rows.float(), self.weight.float())[:, 0]
@@ -46,7 +46,7 @@ class ValueModel(PolicyModel):
         super().__init__(**settings | {"share_embeddings_and_output_weights": False})
         if self.post_process:
             del self.output_layer
-            self.value_head = ValueHead(self.config.hidden_size)
+            self.value_head = ValueHead(self.config.hidden_size, next(self.parameters()).device)
 
     def _outputs(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         values = self.value_head(rows)
