@@ -20,7 +20,14 @@ from rich.table import Table
 
 from benchmarks.harness import Result, SideFailed, pin_cores, say
 
-BENCHES = ("dispatch", "learner", "rollout", "async_vs_sync", "loop")  # in this order, the shortest first
+BENCHES = (
+    "dispatch",
+    "makers_path",
+    "learner",
+    "rollout",
+    "async_vs_sync",
+    "loop",
+)  # in this order, the shortest first
 RESULTS = Path(__file__).with_name("results.json")
 
 

@@ -186,7 +186,7 @@ class Buffer:
             table.admit(prompt, min_version)
         tally = Tally()
         self._dispatcher.add_table(table)
-        self._dispatcher.pump()
+        self._dispatcher.pump_soon()
         try:
             async with asyncio.timeout(timeout):
                 while not self._tallied(table, tally):
@@ -297,7 +297,7 @@ class Buffer:
                 self._prompts_finished = True
             else:
                 self._table.admit(prompt)
-        self._dispatcher.pump()
+        self._dispatcher.pump_soon()
         return self.cursor != cursor
 
     def _next_prompt(self) -> Prompt | None:

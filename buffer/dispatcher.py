@@ -93,6 +93,7 @@ class Dispatcher:
         self._makers: dict[str, _Maker] = {}
         self._turns: dict[str, deque[_Maker]] = {}  # by stage: makers with a free slot, the next one first
         self._busy_seconds: dict[str, float] = {}  # by stage, of all makers there ever were
+        self._pump_comes = False
         self._tasks: set[asyncio.Future[tuple[Produced, Any]]] = set()  # asyncio holds its tasks only weakly
 
     def add_table(self, table: ExperienceTable) -> None:
@@ -151,8 +152,15 @@ class Dispatcher:
         if name in self._makers:
             self._remove(self._makers[name], death=cause)
 
+    def pump_soon(self) -> None:
+        """Gives out leases once the event loop is through with what it does: who brought the news is answered first."""
+        if not self._pump_comes and any(table.ready(stage) for stage in self._turns for table in self._tables):
+            self._pump_comes = True
+            asyncio.get_running_loop().call_later(0, self._guarded, self.pump)
+
     def pump(self) -> None:
         """Gives out every lease that can be given out now."""
+        self._pump_comes = False
         for stage, turns in self._turns.items():
             refused = 0  # makers in a row that may take none of the rows that wait
             while refused < len(turns) and any(table.ready(stage) for table in self._tables):

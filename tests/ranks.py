@@ -19,8 +19,8 @@ from typing import Any
 
 from trainers.learner import Rendezvous
 
-MEETING_SECONDS = 30.0  # of the ranks with each other, and for each of their collectives
-JOB_SECONDS = 60.0
+MEETING_SECONDS = 60.0  # of the ranks with each other, and for each of their collectives
+JOB_SECONDS = 150.0  # the first one waits for imports too
 
 
 class RankFailed(AssertionError):

@@ -219,8 +219,9 @@ def never_fits(group: BundleGroup, nodes: Sequence[Node]) -> str | None:
 
 
 def say(amounts: Mapping[str, float]) -> str:
-    """`2 CPUs, 1 GPUs`."""
-    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
+    """`2 CPUs, 1 GPU`."""
+    one = {"CPUs": "CPU", "GPUs": "GPU"}
+    return ", ".join(f"{n:g} {one.get(what, what) if n == 1 else what}" for what, n in amounts.items()) or "nothing"
 
 
 def _lay_out(group: BundleGroup, free: list[dict[str, float]]) -> tuple[int, ...] | None:

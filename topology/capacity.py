@@ -17,6 +17,7 @@ class PlannedActor:
     kind: str  # supervisor, buffer, weights, maker, trainer, rank
     resources: Resources
     memory_gib: float  # estimate of resident memory
+    gpu_memory_gib: float = 0.0  # the least it needs of each of its GPUs; an engine's cache takes more
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from makers.config import ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
 from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
+from topology.placement_checks import PLACEMENT_CHECKS
 from topology.roles import POLICY, stages_of
 from trainers.config import MegatronBackend, Ppo
+from trainers.parallel import unsupported
 
 
 def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -40,6 +42,37 @@ def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             f"model.path: family `{model.family}` is not supported by the Megatron backend; "
             f"supported: {', '.join(SUPPORTED_FAMILIES)}"
         )
+
+
+def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """What of a layout of ranks the model does not allow, and ranks that would have nothing to do."""
+    for role, trainer in config.trainers.items():
+        backend = trainer.backend
+        if not isinstance(backend, MegatronBackend):
+            continue
+        for reason in unsupported(
+            backend,
+            layers=model.layers,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            intermediate=model.expert_intermediate or model.intermediate,
+            experts=model.experts,
+        ):
+            yield f"trainers.{role}.backend.{reason}"
+
+
+def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    for role, trainer in config.trainers.items():
+        backend = trainer.backend
+        rollouts = [maker for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
+        if not isinstance(backend, MegatronBackend) or not rollouts:
+            continue
+        groups, n = config.trainers[POLICY].groups_per_step / trainer.minibatches, rollouts[0].sampling.n
+        if backend.data_parallel > groups * n:
+            yield (
+                f"trainers.{role}.backend.data_parallel: {backend.data_parallel} ranks for the {groups * n:g} samples of an "
+                f"optimizer step ({groups:g} groups x {n}): some would have nothing to do, use at most {groups * n:g}"
+            )
 
 
 def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -201,6 +234,8 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
 
 CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_trainers,
+    _check_parallel,
+    _check_idle_ranks,
     _check_columns,
     _check_groups,
     _check_engines,
@@ -210,4 +245,5 @@ CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_buffer,
     _check_cluster,
     _check_evaluation,
+    *PLACEMENT_CHECKS,
 )

@@ -82,8 +82,11 @@ def release(namespace: str) -> None:
 
 
 def cluster_nodes() -> tuple[Node, ...]:
-    """The nodes that are up, by address."""
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_address)
+    """The nodes that are up: this one, then the others by address."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = sorted(
+        (node for node in ray.nodes() if node["Alive"]), key=lambda node: (node["NodeID"] != here, _address(node))
+    )
     return tuple(
         Node(
             name=node["NodeManagerAddress"],

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from buffer.config import Resources
 from buffer.table import worst_case_age
 from makers.config import MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker
-from topology.bundles import Bundle, BundleGroup, bundle_groups, total
+from topology.bundles import Bundle, BundleGroup, bundle_groups, makers_in_turns, total, trainers_in_turns
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
 from topology.models import ModelInfo
 from topology.roles import CRITIC, POLICY, rank_names, rollout_of, stage_of
-from trainers.config import RanksConfig
+from trainers.config import MegatronBackend
 
 GIB = 1 << 30
 RUNTIME_GIB = {
@@ -92,14 +92,14 @@ def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelIn
         PlannedActor("weights", "weights", service, RUNTIME_GIB["service"]),
     ]
     for role, trainer in config.trainers.items():
-        memory = _rank_memory(trainer, model, past_versions(config) if role == POLICY else 0)
+        memory = _rank_memory(config, role, model)
         kind = "trainer" if role == POLICY else "critic"
         actors.append(PlannedActor(f"trainer/{role}", kind, service, RUNTIME_GIB["service"]))
-        actors += [PlannedActor(name, "rank", trainer.resources, memory) for name in rank_names(role, trainer)]
+        actors += [PlannedActor(name, "rank", trainer.resources, *memory) for name in rank_names(role, trainer)]
     for group, maker in config.makers.items():
         memory = _maker_memory(maker, own_models.get(group, model))
         actors += [
-            PlannedActor(f"maker/{group}/{index}", "maker", maker.resources, memory) for index in range(maker.replicas)
+            PlannedActor(f"maker/{group}/{index}", "maker", maker.resources, *memory) for index in range(maker.replicas)
         ]
     return Plan(
         actors=tuple(actors),
@@ -162,6 +162,11 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"weights.every: the steps after {last} end without a published version: the final checkpoint has them, the "
             "last evaluation does not"
         )
+    if makers_in_turns(config) and config.buffer.max_staleness:
+        yield (
+            f"placement.colocate: with buffer.max_staleness {config.buffer.max_staleness} makers begin rows of later steps, "
+            "which they finish before each hand-over, while the trainer waits: 0 hands over at once"
+        )
     if config.checkpoint.every is None and not config.checkpoint.at_end:
         yield "checkpoint: nothing will be saved"
 
@@ -174,22 +179,39 @@ def _idle_gpus(plan: Plan, capacity: Capacity) -> Iterator[str]:
         )
 
 
-def _rank_memory(trainer: RanksConfig, model: ModelInfo, past: int) -> float:
-    """Parameters now and of past versions, gradients, float32 main parameters and two Adam moments; activations."""
-    width = FLOAT_BYTES[trainer.backend.dtype]
-    states = model.parameters * (width * (1 + past) + 4 + 12) / GIB
-    activations = trainer.backend.micro_batch_tokens * model.layers * model.hidden * 34 * width / 2 / GIB
-    return RUNTIME_GIB["rank"] + states + activations
+def _rank_memory(config: RunConfig, role: str, model: ModelInfo) -> tuple[float, float]:
+    """Of a rank's part: parameters now and of past versions, gradients, main parameters and two moments; activations.
+
+    In GiB, on the host and on its GPU. With GPUs the state is there, and on the host too where it makes room for makers.
+    """
+    trainer = config.trainers[role]
+    backend, width = trainer.backend, FLOAT_BYTES[trainer.backend.dtype]
+    past = past_versions(config) if role == POLICY else 0
+    parts = sharers = 1
+    if isinstance(backend, MegatronBackend):
+        parts = backend.tensor_parallel * backend.pipeline_parallel
+        sharers = backend.data_parallel if backend.distributed_optimizer else 1
+    own = model.parameters / parts / GIB
+    states = own * (width * (1 + past) + 4 + 12 / sharers)
+    activations = backend.micro_batch_tokens * model.layers * model.hidden * 34 * width / 2 / parts / GIB
+    if not trainer.resources.gpus:
+        return RUNTIME_GIB["rank"] + states + activations, 0.0
+    return RUNTIME_GIB["rank"] + (states if role in trainers_in_turns(config) else 0.0), states + activations
 
 
-def _maker_memory(maker: MakerConfig, model: ModelInfo) -> float:
+def _maker_memory(maker: MakerConfig, model: ModelInfo) -> tuple[float, float]:
+    """GiB on the host, and of each of its GPUs (without an engine's cache, which takes what it may)."""
+    gpu = maker.resources.gpus > 0
     if isinstance(maker, RolloutMaker):
         weights = model.parameters * FLOAT_BYTES[maker.engine.dtype] / GIB
         workers = maker.engine.workers
         processes = 1 if workers == 1 else 1 + workers  # several are children of the maker, which holds no weights then
-        return processes * RUNTIME_GIB["rollout"] + 2 * weights + maker.engine.kv_cache_gib
+        runtime = processes * RUNTIME_GIB["rollout"]
+        if gpu:
+            return runtime + weights, weights / workers
+        return runtime + 2 * weights + maker.engine.kv_cache_gib, 0.0
     if isinstance(maker, ReferenceMaker):
-        width = FLOAT_BYTES[maker.dtype]
-        logits = maker.micro_batch_tokens * model.vocab * width / GIB
-        return RUNTIME_GIB["reference"] + model.parameters * width / GIB + logits
-    return RUNTIME_GIB["reward" if isinstance(maker, RewardMaker) else "custom"]
+        width, runtime = FLOAT_BYTES[maker.dtype], RUNTIME_GIB["reference"]
+        state = (model.parameters + maker.micro_batch_tokens * model.vocab) * width / GIB
+        return (runtime, state) if gpu else (runtime + state, 0.0)
+    return RUNTIME_GIB["reward" if isinstance(maker, RewardMaker) else "custom"], 0.0

@@ -181,6 +181,7 @@ def _rows(batch: Batch) -> dict[str, Scalar]:
 def _learning(trained: Trained) -> dict[str, Scalar]:
     result = trained.result
     figures: dict[str, Scalar] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+    figures["time/compute"] = sum(result.seconds.values())
     figures |= {key: result.metrics.get(key) for key in FROM_RESULT}
     return figures if trained.estimates is None else figures | {"kl": trained.estimates.kl}
 

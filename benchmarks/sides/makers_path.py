@@ -136,22 +136,32 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--makers", type=int, nargs="*", default=[])
     parser.add_argument("--ranks", type=int, nargs="*", default=[])
+    parser.add_argument("--passes", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     args = parser.parse_args()
-    rates: dict[str, dict[str, Any]] = {"makers": {}, "ranks": {}}
+    rates: dict[str, dict[int, dict[str, list[float]]]] = {
+        "makers": {number: {"tandem": [], "bare": []} for number in args.makers},
+        "ranks": {number: {"tandem": []} for number in args.ranks},
+    }
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        for makers in args.makers:
-            async with actors(makers, Path(folder)) as caller:
-                tandem, bare = Tandem(caller), Bare(caller)
-                pairs = [[await rate(side.step, args.steps) for side in (tandem, bare)] for _ in range(args.rounds)]
-            rates["makers"][makers] = dict(zip(("tandem", "bare"), zip(*pairs, strict=True), strict=True))
-        for ranks in args.ranks:
-            async with actors(HOSTS, Path(folder)) as caller:
-                with groups(DeviceGroup("ranks", ranks, Resources(cpus=0))):
-                    tandem = Tandem(caller, Rank())
-                    rates["ranks"][ranks] = [await rate(tandem.step, args.steps) for _ in range(args.rounds)]
+        for _ in range(args.passes):
+            for makers, found in rates["makers"].items():
+                async with actors(makers, Path(folder)) as caller:
+                    sides = {"tandem": Tandem(caller), "bare": Bare(caller)}
+                    await measure(sides, found, args.rounds, args.steps)
+            for ranks, found in rates["ranks"].items():
+                async with actors(HOSTS, Path(folder)) as caller:
+                    with groups(DeviceGroup("ranks", ranks, Resources(cpus=0))):
+                        await measure({"tandem": Tandem(caller, Rank())}, found, args.rounds, args.steps)
     print(json.dumps(rates), flush=True)
+
+
+async def measure(sides: dict[str, Any], rates: dict[str, list[float]], rounds: int, steps: int) -> None:
+    """Adds the rates of `rounds` windows of each side, in turn."""
+    for _ in range(rounds):
+        for name, side in sides.items():
+            rates[name].append(await rate(side.step, steps))
 
 
 if __name__ == "__main__":

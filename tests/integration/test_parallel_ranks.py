@@ -32,7 +32,7 @@ VOCAB = 323  # not divisible: padded differently by every tensor-parallel size
 # Prompts and responses in tokens. A micro-batch of 16 holds one row, and with data parallelism one micro-batch is empty.
 RAGGED = ((5, (3, 1, 4)), (9, (2, 6, 1)), (3, (7, 7, 2)))
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass(frozen=True)

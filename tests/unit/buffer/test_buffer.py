@@ -336,6 +336,7 @@ def test_evaluation_goes_before_training_rows_and_runs_on_newer_versions_too():
         buffer.attach(FakeMaker(slots=1, behave=wait))
         buffer.attach(reward_maker())
         buffer.published(0)
+        await settle()
         evaluation = asyncio.create_task(
             buffer.evaluate([Prompt("e0", "x"), Prompt("e1", "x")], samples=1, min_version=0, seed=1, timeout=5)
         )

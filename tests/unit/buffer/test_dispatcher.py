@@ -300,6 +300,43 @@ def test_detach_without_drain_revokes_and_a_death_ends_a_drain():
     asyncio.run(scenario())
 
 
+def test_an_unrouted_maker_finishes_what_it_has_and_gets_nothing_until_it_is_routed_again():
+    async def scenario() -> None:
+        harness, gate = Harness(rows=4), Gate()
+        maker = FakeMaker(slots=2, behave=gate)
+        harness.dispatcher.attach(maker)
+        await settle()
+        unrouting = asyncio.create_task(harness.dispatcher.unroute(maker.info.name))
+        await settle()
+        assert not unrouting.done()
+        assert harness.dispatcher.status()["makers"][maker.info.name]["state"] == "unrouted"
+        gate.open.set()
+        await settle()
+        assert unrouting.done()
+        assert (len(maker.leases), harness.table.complete, harness.table.leases) == (2, 2, {})
+        harness.dispatcher.route(maker.info.name)
+        await settle()
+        assert (len(maker.leases), harness.table.complete) == (4, 4)
+
+    asyncio.run(scenario())
+
+
+def test_an_unrouted_maker_that_fails_or_dies_is_no_longer_waited_for():
+    async def scenario() -> None:
+        harness = Harness(rows=1)
+        maker = FakeMaker(slots=1, behave=hang)
+        harness.dispatcher.attach(maker)
+        await settle()
+        unrouting = asyncio.create_task(harness.dispatcher.unroute(maker.info.name))
+        await settle()
+        harness.dispatcher.died(maker.info.name, "killed")
+        await asyncio.wait_for(unrouting, 1)
+        with pytest.raises(ValueError, match="no maker .* is attached"):
+            await harness.dispatcher.unroute(maker.info.name)
+
+    asyncio.run(scenario())
+
+
 def test_calls_that_fail_together_pause_a_maker_once():
     async def scenario() -> None:
         harness = Harness(rows=3, max_attempts=2)

@@ -22,11 +22,11 @@ SMOL = ModelInfo(
     head_dim=64,
     vocab=49152,
     tied=True,
+    experts=0,
+    expert_intermediate=0,
     max_positions=8192,
     parameters=134_515_008,
     has_chat_template=True,
-    experts=0,
-    expert_intermediate=0,
 )
 ROOMY = Capacity("this machine", (Node("here", cpus=64, gpus=0, memory_gib=256),))
 
@@ -37,6 +37,16 @@ def cluster(*nodes: Node) -> Capacity:
 
 def node(name: str = "a", cpus: float = 64, gpus: float = 0, memory_gib: float = 256, **custom: float) -> Node:
     return Node(name, cpus, gpus, memory_gib, custom)
+
+
+BACKEND = "trainers.policy.backend"
+COLOCATED = "placement.colocate=[[rollout, policy]]"
+GPUS = ("makers.rollout.resources.gpus=1", "trainers.policy.resources.gpus=1")
+
+
+def engines(replicas: int, gpus: int) -> tuple[str, ...]:
+    group = "makers.rollout"
+    return f"{group}.replicas={replicas}", f"{group}.resources.gpus={gpus}", f"{group}.engine.pipeline_parallel={gpus}"
 
 
 def demo(*overrides: str) -> RunConfig:
@@ -148,6 +158,81 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
             "makers.b: has another model or dtype than makers.a",
         ),
         (("cluster={address: 'h:1', cpus: 4}",), "cluster.cpus: read only for a cluster of the run's own"),
+        # the layout of ranks
+        ((f"{BACKEND}.tensor_parallel=2",), "backend.tensor_parallel: 2 does not divide the model's 9 attention heads"),
+        ((f"{BACKEND}.tensor_parallel=9",), "9 does not divide the model's 3 key and value heads: use 1 or 3"),
+        ((f"{BACKEND}.pipeline_parallel=4",), "pipeline_parallel: 4 stages cannot share 30 layers evenly"),
+        ((f"{BACKEND}.expert_parallel=2",), "expert_parallel: 2 ranks share out experts, but the model has none"),
+        ((f"{BACKEND}.sequence_parallel=true",), "sequence_parallel: .* tensor_parallel is 1: raise that or leave"),
+        (
+            (f"{BACKEND}.context_parallel=4", f"{BACKEND}.micro_batch_tokens=2"),
+            "micro_batch_tokens: 2 tokens cannot be split over 4 ranks: use at least 4",
+        ),
+        (
+            (f"{BACKEND}.data_parallel=97",),
+            r"data_parallel: 97 ranks for the 96 samples .* \(12 groups x 8\).* at most 96",
+        ),
+        (("trainers.policy.minibatches=4", f"{BACKEND}.data_parallel=32"), "32 ranks for the 24 samples"),
+        # the devices of one actor
+        (
+            ("makers.rollout.resources.gpus=2",),
+            r"makers.rollout.resources.gpus: 2, but the engine has 1 x 1 = 1 process\(es\)",
+        ),
+        (("trainers.policy.resources.gpus=2",), "trainers.policy.resources.gpus: 2, but a rank uses one GPU"),
+        (
+            ("trainers.policy.resources.gpus=0.5", f"{BACKEND}.data_parallel=2"),
+            r"0.5 puts several of 2 ranks on one GPU, which their collectives \(NCCL\) refuse: set gpus: 1",
+        ),
+        # placement
+        (
+            ("placement.groups={rollouts: spread}",),
+            "placement.groups.rollouts: no maker group or trainer has that name",
+        ),
+        (
+            ("placement.colocate=[[rollout, critic]]",),
+            "placement.colocate.0: no maker group or trainer is named `critic`; there are: policy, reward, rollout",
+        ),
+        (("placement.colocate=[[rollout, policy], [policy, rollout]]",), "colocate.1: `policy` stands twice"),
+        (("placement.colocate=[[policy]]",), r"colocate.0: 1 group\(s\) share nothing: name at least two"),
+        (("placement.colocate=[[rollout, reward]]",), "so there are no turns to take: name a trainer"),
+        (("placement.colocate=[[reward, policy]]",), r"`reward` \(reward\) has nothing that could sleep"),
+        (("placement.sleep_level=2",), "placement.sleep_level: 2 is read only with `placement.colocate`"),
+        (
+            (COLOCATED, "placement.groups={rollout: spread, policy: pack}"),
+            "rollout, policy lie together, but are to be pack and spread: name one",
+        ),
+        (
+            (COLOCATED, "makers.rollout.replicas=2"),
+            "equal numbers of CPUs are needed, got rollout 2 x 1, policy 1 x 1",
+        ),
+        (
+            (COLOCATED, "makers.rollout.resources.gpus=1"),
+            "equal numbers of GPUs are needed, got rollout 1 x 1, policy 1 x 0",
+        ),
+        (
+            (COLOCATED, *GPUS, f"{BACKEND}.tensor_parallel=3", f"{BACKEND}.data_parallel=2", *engines(3, 2)),
+            "the GPUs of one engine or tensor-parallel group must divide those of the other, got rollout 3 x 2, policy 2 x 3",
+        ),
+        (
+            (COLOCATED, *GPUS, "makers.rollout.resources.gpus=0.5", "makers.rollout.replicas=2"),
+            "rollout asks for 0.5 GPUs, but turns are taken on whole ones",
+        ),
+        (
+            (COLOCATED, *GPUS, f"{BACKEND}.dtype=float32"),
+            "dtype: Megatron cannot move float32 parameters .* use bfloat16, or distributed_optimizer: false",
+        ),
+        (
+            (
+                "placement.colocate=[[rollout, other, policy]]",
+                *GPUS,
+                "makers.other={kind: rollout, resources: {gpus: 1}, sampling: {n: 8, max_tokens: 24}}",
+            ),
+            "the makers rollout, other are awake at the same time and want 1.7 of each GPU's memory",
+        ),
+        (
+            ("makers.policy={kind: rollout, sampling: {n: 8, max_tokens: 24}}",),
+            "makers.policy: a trainer has the same name",
+        ),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_with_numbers_and_remedy(overrides: tuple[str, ...], message: str) -> None:
@@ -211,6 +296,44 @@ def test_a_reference_counts_with_its_own_model_or_the_runs() -> None:
         assert ("maker/frozen", "buffer", "reference columns, by reference") in plan.edges
         seen.append(next(actor.memory_gib for actor in plan.actors if actor.name == "maker/frozen/0"))
     assert seen == pytest.approx([0.7 + 0.50 + 0.19, 0.7 + 3.73 + 0.19], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "message"),
+    [
+        (
+            (*GPUS, f"{BACKEND}.tensor_parallel=3"),
+            [node("a", gpus=2), node("b", gpus=2)],
+            "trainer/policy/rank/0 to trainer/policy/rank/2, on one node, needs 3 GPUs, the largest node has 2 GPUs",
+        ),
+        (
+            ("placement.groups.policy=strict_pack", "trainers.policy.resources.gpus=1", f"{BACKEND}.data_parallel=4"),
+            [node("a", gpus=2), node("b", gpus=2)],
+            r"policy is to be on one node \(strict_pack\), which needs 4 GPUs, the largest node has 2 GPUs: use `pack`",
+        ),
+        (
+            ("placement.groups.rollout=strict_spread", "makers.rollout.replicas=3"),
+            [node("a"), node("b")],
+            r"a node for each of 3 \(strict_spread\), the cluster has 2 that can hold one: use `spread`",
+        ),
+        (
+            ("makers.rollout.resources.cpus=3", "makers.rollout.replicas=2", "trainers.policy.resources.cpus=2"),
+            [node("a", cpus=4), node("b", cpus=4), node("c", cpus=1)],
+            r"placement: policy needs 1 x 2 CPUs \(pack\), which finds no room beside the others; left: a 1 CPU.*; b 1 CPU",
+        ),
+        (
+            ("makers.rollout.replicas=4",),
+            [node("a", memory_gib=4), node("b", memory_gib=64)],
+            r"memory: the plan needs about .* GiB \(10 actors\), node a of the cluster at .* has 4\.0: .* spread them",
+        ),
+        (("makers.rollout.resources.gpus=1",), [node()], r"needs 1 GPUs .*, the cluster at .* has 0"),
+    ],
+)
+def test_a_cluster_whose_nodes_are_too_small_is_refused_with_what_is_missing(
+    overrides: tuple[str, ...], nodes: list[Node], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(demo(*overrides), replace(SMOL, heads=12), cluster(*nodes))
 
 
 def test_an_actor_that_fits_on_no_single_node_is_refused_by_name() -> None:

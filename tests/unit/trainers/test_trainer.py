@@ -5,7 +5,7 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from trainers.planner import StepPlanner
 from trainers.ports import Deadlines, Evaluation, Schedule
 from trainers.rank_group import LocalWorker, RankError, RankGroup
 from trainers.trainer import Trainer
+from trainers.turns import Turns
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -33,6 +34,16 @@ def config(**changes: Any) -> TrainerConfig:
         "steps": 2,
     }
     return TrainerConfig(**(settings | changes))
+
+
+@dataclass
+class FakeTurns:
+    log: list[tuple[Any, ...]]
+    holder: str = "makers"
+
+    async def hand_to(self, holder: str) -> None:
+        self.holder = holder
+        self.log.append(("hand_to", holder))
 
 
 @dataclass
@@ -52,6 +63,7 @@ class Bench:
     ends: bool = False
     critic: Any = None
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    shared: bool = False  # the devices, with makers
     log: list[tuple[Any, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,6 +91,7 @@ class Bench:
             max_age=self.max_age,
             critic=self.critic,
             evaluation=self.evaluation,
+            turns=cast(Turns, FakeTurns(self.log)) if self.shared else None,
             start_step=self.start_step,
             clock=self.clock,
         )
@@ -348,3 +361,61 @@ def test_stop_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     assert asyncio.run(main()) == "stopped"
     assert not bench.recorder.of_kind("evaluation")
     assert not bench.calls("train_step")
+
+
+def test_ranks_have_shared_devices_from_the_step_to_the_publication_and_makers_while_rows_are_made(
+    tmp_path: Path,
+) -> None:
+    prompts = [Prompt("q", "?")]
+    evaluation = Evaluation(prompts, samples=1, every=None, at_start=False, at_end=True, timeout=5.0)
+    bench = Bench(
+        tmp_path,
+        batches=[fresh(0, 1), fresh(2, 3)],
+        shared=True,
+        checkpoint_every=1,
+        checkpoint_at_end=True,
+        evaluation=evaluation,
+    )
+    assert bench.run() == "done"
+    assert [call[0] if call[0] != "hand_to" else call for call in bench.log] == [
+        *["publish", "published"],  # before any maker is there
+        *[
+            "sample",
+            ("hand_to", "ranks"),
+            "train_step",
+            "trained",
+            "publish",
+            "published",
+            "save",
+            ("hand_to", "makers"),
+        ],
+        *[
+            "sample",
+            ("hand_to", "ranks"),
+            "train_step",
+            "trained",
+            "publish",
+            "published",
+            "save",
+            ("hand_to", "makers"),
+        ],
+        "evaluate",
+    ]
+    assert [(event["step"], event["to"]) for event in bench.recorder.of_kind("hand_over")] == [
+        *[(0, "ranks"), (1, "makers"), (1, "ranks"), (2, "makers")]
+    ]
+
+
+def test_a_step_that_is_skipped_gives_shared_devices_back_before_it_waits_for_other_rows(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path,
+        config=config(steps=1),
+        batches=[fresh(0, 1), fresh(2, 3)],
+        shared=True,
+        results={1: {"optimizer_steps": 0, "skipped": "loss is nan"}},
+    )
+    assert bench.run() == "done"
+    wanted = ("hand_to", "sample", "train_step")
+    assert [call[-1] if call[0] == "hand_to" else call[0] for call in bench.calls(*wanted)] == [
+        *["sample", "ranks", "train_step", "makers", "sample", "ranks", "train_step"]
+    ]
