@@ -78,7 +78,7 @@ def learner_logprobs(columns, family: str) -> np.ndarray:
     group = GroupBatch.of(columns, np.zeros(columns["response_offsets"].size - 1))
     parts: MicroBatch = (Part(0, tuple(range(columns["response_offsets"].size - 1))),)
     batch = pack([group], parts, Totals(1, 1, 1), share_prompt=False)
-    return TorchPolicy(trainer, resolve_model(family), False).log_probs([batch])[0].numpy()
+    return TorchPolicy(trainer, resolve_model(family)).log_probs([batch])[0].numpy()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
