@@ -12,6 +12,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import workload
 from benchmarks.harness import ROOT, SideFailed, run_side, say
@@ -36,7 +37,6 @@ OVERRIDES = (
     "trainers.policy.optimizer.schedule=constant",
     "trainers.policy.optimizer.min_lr=0",
     "trainers.policy.algorithm.entropy_coef=0",  # the baseline has no entropy bonus
-    f"trainers.policy.steps={STEPS}",
 )
 
 
@@ -50,24 +50,28 @@ class Measured:
 @functools.cache
 def measure(max_staleness: int) -> Measured:
     """Run once in a process of this bench, however many results need it. Raises SideFailed."""
+    settings = (f"trainers.policy.steps={STEPS}", f"buffer.max_staleness={max_staleness}")
+    return _summary(run_steps(f"bench-staleness-{max_staleness}", STEPS, settings))
+
+
+def run_steps(name: str, steps: int, settings: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The metrics of each step of a run with the demo's config on the shared workload, and `settings`. Raises SideFailed."""
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        name = f"bench-staleness-{max_staleness}"
-        settings = (*OVERRIDES, f"buffer.max_staleness={max_staleness}")
-        options = [word for setting in settings for word in ("--set", setting)]
-        say(f"tandem run, {STEPS} steps, max_staleness {max_staleness}")
+        options = [word for setting in (*OVERRIDES, *settings) for word in ("--set", setting)]
+        say(f"tandem run {name}, {steps} steps")
         run_side(
             _tandem("run", CONFIG, "--name", name, *options),
             cwd=Path(folder),
             timeout=TIMEOUT,
             stop=lambda: _stop(Path(folder), name),
         )
-        steps = [json.loads(line) for line in (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return _summary(steps)
+        lines = (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    if len(lines) != steps:
+        raise SideFailed(f"the run wrote metrics of {len(lines)} steps, not {steps}")
+    return [json.loads(line) for line in lines]
 
 
-def _summary(steps: list[dict[str, float]]) -> Measured:
-    if len(steps) != STEPS:
-        raise SideFailed(f"the run wrote metrics of {len(steps)} steps, not {STEPS}")
+def _summary(steps: list[dict[str, Any]]) -> Measured:
     seconds = statistics.median(
         after["time"] - before["time"] for before, after in itertools.pairwise(steps[WARM_UP - 1 :])
     )

@@ -55,7 +55,7 @@ def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             layers=model.layers,
             heads=model.heads,
             kv_heads=model.kv_heads,
-            intermediate=model.intermediate,
+            intermediate=model.expert_intermediate or model.intermediate,
             experts=model.experts,
         ):
             yield f"trainers.{role}.backend.{reason}"

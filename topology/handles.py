@@ -118,11 +118,13 @@ class RayExporter:
         self._timeout = timeout
 
     async def export(self, version: int) -> tuple[Manifest, list[Any]]:
-        # Every rank walks its export iterator (collectives); the first rank's buckets are the ones that are kept.
-        answers = [rank.export.options(num_returns=1 + self._buckets).remote(version) for rank in self._ranks]
-        manifests = [answer[0] for answer in answers]
-        gathered = await call(asyncio.gather(*manifests), self._timeout, f"trainer: export of version {version}")
-        return gathered[0], list(answers[0][1:])
+        first, *others = self._ranks
+        manifest, *buckets = first.export.options(num_returns=1 + self._buckets).remote(version)
+        walked = [rank.export.remote(version) for rank in others]  # for the collectives: they return nothing
+        found, *_ = await call(
+            asyncio.gather(manifest, *walked), self._timeout, f"trainer: export of version {version}"
+        )
+        return found, buckets
 
 
 class RayWorker:

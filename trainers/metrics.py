@@ -31,7 +31,6 @@ FROM_RESULT = (
     "mismatch/kl",
     "mismatch/logp_abs_diff_mean",
     "mismatch/logp_abs_diff_max",
-    "mismatch/tokens",
     "is/mean",
     "is/max",
     "is/ess",
@@ -181,9 +180,10 @@ def _rows(batch: Batch) -> dict[str, Scalar]:
 def _learning(trained: Trained) -> dict[str, Scalar]:
     result = trained.result
     figures: dict[str, Scalar] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
-    figures["time/compute"] = sum(result.seconds.values())
     figures |= {key: result.metrics.get(key) for key in FROM_RESULT}
-    return figures if trained.estimates is None else figures | {"kl": trained.estimates.kl}
+    if trained.estimates is None:
+        return figures | {"time/compute": sum(result.seconds.values())}
+    return figures | {"kl": trained.estimates.kl}
 
 
 def _critic(trained: Trained, seconds: Mapping[str, float]) -> dict[str, Scalar]:

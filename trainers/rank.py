@@ -7,6 +7,7 @@ and compiler runs on CPU.
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class TrainerRank:
         self._config = config
         self._bucket_bytes = bucket_bytes
         self._num_buckets: int | None = None
+        self._first = rendezvous.rank == 0
         self.learner = build_learner(
             config,
             Path(model_path),
@@ -76,15 +78,23 @@ class TrainerRank:
 
     @function(dispatch="all", execute="all", collect=first_result)
     def export(self, version: int) -> tuple[Manifest | np.ndarray, ...]:
-        """The current policy as (manifest, bucket, ..., bucket), the buckets uint8. Raises NonFiniteWeights."""
+        """The current policy as (manifest, bucket, ..., bucket), the buckets uint8. Raises NonFiniteWeights.
+
+        Ranks but the first walk the weights with it, for the collectives, and return nothing: one copy is enough.
+        """
         from weights.packing import pack
 
-        manifest, buckets = pack(version, self.learner.weights(), self._bucket_bytes)
+        weights = self.learner.weights()
+        if not self._first:
+            deque(weights, maxlen=0)
+            self._num_buckets = 0
+            return ()
+        manifest, buckets = pack(version, weights, self._bucket_bytes)
         self._num_buckets = len(buckets)
         return manifest, *buckets
 
     def num_buckets(self) -> int:
-        """Buckets that `export` returns beside the manifest; the same for every version."""
+        """Buckets that `export` returns here beside the manifest; the same for every version."""
         if self._num_buckets is None:
             self.export(0)
         assert self._num_buckets is not None

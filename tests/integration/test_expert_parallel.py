@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.integration import test_parallel_critic as critic
 from tests.integration.test_parallel_ranks import (
     TOLERANCE,
     WHOLE_ALGORITHM,
@@ -99,6 +100,16 @@ def test_a_checkpoint_of_shared_out_experts_continues_bit_by_bit_and_fits_other_
         other = moe(layout, experts, distributed_optimizer=distributed_optimizer, steps=(3,), restore=folder)
         for found in ranks.run(other.ranks, work, other):
             assert worst_error(found.weights, expected[0].weights) < TOLERANCE
+
+
+def test_a_critic_with_shared_out_experts_learns_like_one_of_a_single_rank(ranks):  # noqa: F811
+    (value, expected), *_ = ranks.run(1, critic.work, moe(steps=(1, 2)))
+    found = ranks.run(2, critic.work, moe("dp2", 2, steps=(1, 2)))
+
+    assert critic.whole([mine for mine, _ in found]) == pytest.approx(critic.whole([value]), rel=1e-4, abs=1e-5)
+    for _, outcome in found:
+        assert outcome.results[1].grad_norm == pytest.approx(expected.results[1].grad_norm, rel=TOLERANCE)
+        assert worst_error(outcome.weights, expected.weights) < TOLERANCE
 
 
 @pytest.mark.parametrize(

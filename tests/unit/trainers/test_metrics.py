@@ -33,7 +33,7 @@ def batch() -> Batch:
 
 def record(**changes: Any) -> StepRecord:
     parts: dict[str, Any] = {
-        "trained": Trained(StepPlan(7, None, (), ()), step_result(7)),
+        "trained": Trained(StepPlan(7, None, (), ()), step_result(7, seconds={"pack": 0.5, "train": 4.0})),
         "batch": batch(),
         "version": 7,
         "seconds": {"step": 10.0, "wait_for_batch": 4.0, "train": 5.0, "publish": 0.5},
@@ -67,6 +67,7 @@ def test_figures_of_a_step_have_their_values() -> None:
         "is/ess": None,
         "time/wait_for_batch": 4.0,
         "time/train": 5.0,
+        "time/compute": 4.5,
         "time/publish": 0.5,
         "time/evaluate": 0.0,
         "time/step": 10.0,
@@ -114,6 +115,7 @@ def test_figures_of_a_critic_have_their_values_and_are_there_only_with_one() -> 
 def test_object_is_flat_has_fewer_than_60_keys_and_each_is_documented() -> None:
     found = MetricsBuilder().build(ppo_record())
     assert len(found) < 60
+    found |= MetricsBuilder().build(record())
     assert all(isinstance(value, int | float | str | None) for value in found.values())
     text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     table = text[: text.index("## bound_by")]
