@@ -25,6 +25,7 @@ BENCHES = (
     "makers_path",
     "learner",
     "rollout",
+    "trainer_overhead",
     "async_vs_sync",
     "loop",
 )  # in this order, the shortest first
