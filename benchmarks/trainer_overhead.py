@@ -1,8 +1,8 @@
 """How much of a trainer's step its ranks work: SmolLM2-135M on two data-parallel ranks, in a real run.
 
-A step counts from its rows being there to the next one's being asked for. Its ranks' own seconds are `time/compute` of
-metrics.jsonl; all the rest counts as overhead: rows to the controller and on to the ranks, planning, the way of the answers,
-the publication of the weights (although the ranks do most of that work too), metrics and files of rows.
+A step counts from its rows being there to the next one's being asked for. The ranks' own seconds are `time/compute` of
+metrics.jsonl: training, and packing the weights. All the rest is overhead: rows to the controller and on to the ranks,
+planning, the way of the answers and of the weights, metrics and files of rows.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ SETTINGS = (
 
 def run() -> list[Result]:
     steps = run_steps("bench-overhead", STEPS, SETTINGS)[WARM_UP:]
-    seconds = {part: statistics.median(_parts(step)[part] for step in steps) for part in _parts(steps[0])}
-    ratio = statistics.median(_parts(step)["ranks"] / sum(_parts(step).values()) for step in steps)
-    shown = ", ".join(f"{part} {value:.3f}" for part, value in seconds.items())
-    note = f"{shown}; medians of {len(steps)} steps of {workload.GROUPS} x {workload.SAMPLES} samples, {RANKS} ranks"
+    ratio = statistics.median(step["time/compute"] / _own(step) for step in steps)
+    shown = {
+        name: statistics.median(step[f"time/{name}"] for step in steps) for name in ("compute", "train", "publish")
+    }
+    seconds = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
+    note = (
+        f"{seconds} of {statistics.median(map(_own, steps)):.3f}; medians of {len(steps)} steps of {workload.GROUPS} x "
+        f"{workload.SAMPLES} samples, {RANKS} ranks"
+    )
     return [Result("trainer_overhead", ratio, TARGET, "the whole step without waiting for rows", "s of a step", note)]
 
 
-def _parts(step: Mapping[str, Any]) -> dict[str, float]:
-    own = step["time/step"] - step["time/wait_for_batch"]
-    publish, compute = step["time/publish"], step["time/compute"]
-    calls = step["time/train"] - compute
-    return {"ranks": compute, "publish": publish, "calls": calls, "rest": own - compute - publish - calls}
+def _own(step: Mapping[str, Any]) -> float:
+    """Seconds of the trainer's own."""
+    return step["time/step"] - step["time/wait_for_batch"]

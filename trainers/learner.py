@@ -35,7 +35,9 @@ class StepResult:
     tokens: int  # response tokens whose loss was computed, over all data-parallel ranks
     packed_tokens: int  # tokens fed to the model for them, prompts included
     optimizer_steps: int
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: pack, proximal, reference, train, optimizer
+    seconds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by phase: pack, proximal, reference, train, optimizer, export
     skipped: str | None = None
 
 

@@ -7,7 +7,9 @@ and compiler runs on CPU.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,7 @@ class TrainerRank:
         self._bucket_bytes = bucket_bytes
         self._num_buckets: int | None = None
         self._first = rendezvous.rank == 0
+        self._seconds_exporting = 0.0
         self.learner = build_learner(
             config,
             Path(model_path),
@@ -67,8 +70,13 @@ class TrainerRank:
 
     @function(dispatch="all", execute="all", collect=first_result)
     def train_step(self, plan: StepPlan, *rollouts: Columns) -> StepResult:
-        """`rollouts` are the columns of stage `rollout`, one argument for each row of the plan, in its order."""
-        return self.learner.train_step(plan, rollouts)
+        """`rollouts` are the columns of stage `rollout`, one argument for each row of the plan, in its order.
+
+        The result's `seconds` also have `export`: those spent on the publication since the last step.
+        """
+        result = self.learner.train_step(plan, rollouts)
+        export, self._seconds_exporting = self._seconds_exporting, 0.0
+        return replace(result, seconds={**result.seconds, "export": export})
 
     @function(dispatch="all", execute="all")
     def values(self, plan: StepPlan, *rollouts: Columns) -> RankValues:
@@ -84,14 +92,17 @@ class TrainerRank:
         """
         from weights.packing import pack
 
+        started = time.perf_counter()
         weights = self.learner.weights()
-        if not self._first:
+        if self._first:
+            manifest, buckets = pack(version, weights, self._bucket_bytes)
+            answer: tuple[Any, ...] = (manifest, *buckets)
+        else:
             deque(weights, maxlen=0)
-            self._num_buckets = 0
-            return ()
-        manifest, buckets = pack(version, weights, self._bucket_bytes)
-        self._num_buckets = len(buckets)
-        return manifest, *buckets
+            answer = ()
+        self._num_buckets = max(0, len(answer) - 1)
+        self._seconds_exporting += time.perf_counter() - started
+        return answer
 
     def num_buckets(self) -> int:
         """Buckets that `export` returns here beside the manifest; the same for every version."""
