@@ -22,6 +22,10 @@ class Resources(Strict):
     gpus: float = Field(0.0, ge=0)
     custom: dict[str, float] = {}
 
+    def threads(self, setting: int | None) -> int:
+        """CPU threads of the actor: its own setting, else as many as the CPUs it asks for, at least one."""
+        return setting or max(1, int(self.cpus))
+
 
 class BufferConfig(Strict):
     max_staleness: int = Field(1, ge=0, description="Largest age, in published versions, of a row at training.")

@@ -181,7 +181,7 @@ class ReferenceMaker(Strict):
 
     @property
     def cpu_threads(self) -> int:
-        return self.threads or max(1, int(self.resources.cpus))
+        return self.resources.threads(self.threads)
 
 
 class CustomMaker(Strict):

@@ -34,7 +34,7 @@ def build_maker(
         engine = InProcessVllm(
             config.engine,
             model_path,
-            threads=config.engine.threads or max(1, int(config.resources.cpus)),
+            threads=config.resources.threads(config.engine.threads),
             seed=seed,
             recompute=config.recompute,
             sleeps=sleeps,

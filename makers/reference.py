@@ -5,7 +5,6 @@ Guarantees:
 2. They are of the distribution tempered at the sample's `temperatures`, as `behaviour_logprobs` are, so that the two can
    be compared term by term.
 3. A row that the model cannot take (its context, its vocabulary) fails as data, with the numbers.
-
 4. Asleep the model is in the host's memory. Rows in progress end before it sleeps, and a row that comes meanwhile waits.
 
 Rows are computed one after another in a thread of their own; up to `slots` wait there, so that none is missed meanwhile.

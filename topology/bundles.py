@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from buffer.config import Resources
 from topology.config import PlacementPolicy, RunConfig
-from topology.roles import rank_names, tensor_parallel_of
+from topology.roles import maker_names, rank_names, tensor_parallel_of
 
 EPSILON = 1e-9
 
@@ -63,7 +63,7 @@ def units(config: RunConfig, name: str) -> list[Bundle]:
     """What of a maker group or a trainer must be on one node: engines, or tensor-parallel groups of ranks."""
     if name in config.makers:
         maker = config.makers[name]
-        return [Bundle(maker.resources, (f"maker/{name}/{index}",)) for index in range(maker.replicas)]
+        return [Bundle(maker.resources, (actor,)) for actor in maker_names(name, maker)]
     trainer = config.trainers[name]
     size = tensor_parallel_of(trainer)
     ranks = rank_names(name, trainer)

@@ -82,4 +82,4 @@ def threads_of(config: RunConfig, planned: PlannedActor) -> int:
     if planned.kind == "maker":
         maker = config.makers[planned.name.split("/")[1]]
         own = getattr(getattr(maker, "engine", maker), "threads", None)
-    return own or max(1, int(planned.resources.cpus))
+    return planned.resources.threads(own)

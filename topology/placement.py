@@ -22,8 +22,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from buffer.config import Resources
 from topology.bundles import BundleGroup, Node, asked, never_fits, say
+from topology.plan import GIB
 
-GIB = 1 << 30
+RAY_NAMES = {"CPUs": "CPU", "GPUs": "GPU"}
 PATIENCE = 2.0  # seconds after which bundles that are not placed yet are looked into
 
 OnWait = Callable[[str, str, str], None]  # (group, what it needs, what is free)
@@ -129,10 +130,8 @@ def _needs(group: BundleGroup) -> str:
 
 def _free(group: BundleGroup) -> dict[str, float]:
     free = ray.available_resources()
-    kinds = {"CPUs": "CPU", "GPUs": "GPU"}
-    return {name: free.get(kinds.get(name, name), 0.0) for name in asked(group.bundles[0].resources)}
+    return {name: free.get(RAY_NAMES.get(name, name), 0.0) for name in asked(group.bundles[0].resources)}
 
 
 def _demand(resources: Resources) -> dict[str, float]:
-    every = {"CPU": resources.cpus, "GPU": resources.gpus, **resources.custom}
-    return {name: amount for name, amount in every.items() if amount}
+    return {RAY_NAMES.get(name, name): amount for name, amount in asked(resources).items()}

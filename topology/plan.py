@@ -17,7 +17,7 @@ from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
 from topology.models import ModelInfo
-from topology.roles import CRITIC, POLICY, rank_names, rollout_of, stage_of
+from topology.roles import CRITIC, POLICY, maker_names, rank_names, rollout_of, stage_of
 from trainers.config import MegatronBackend
 
 GIB = 1 << 30
@@ -98,9 +98,7 @@ def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelIn
         actors += [PlannedActor(name, "rank", trainer.resources, *memory) for name in rank_names(role, trainer)]
     for group, maker in config.makers.items():
         memory = _maker_memory(maker, own_models.get(group, model))
-        actors += [
-            PlannedActor(f"maker/{group}/{index}", "maker", maker.resources, *memory) for index in range(maker.replicas)
-        ]
+        actors += [PlannedActor(name, "maker", maker.resources, *memory) for name in maker_names(group, maker)]
     return Plan(
         actors=tuple(actors),
         edges=tuple(_edges(config)),

@@ -6,7 +6,7 @@ from typing import Final
 
 from makers.config import CustomMaker, MakerConfig, ModelConfig, RolloutMaker
 from topology.config import RunConfig
-from trainers.config import MegatronBackend, RanksConfig
+from trainers.config import RanksConfig
 
 POLICY: Final = "policy"
 CRITIC: Final = "critic"
@@ -38,7 +38,11 @@ def role_of(actor: str) -> str:
 
 
 def ranks_of(trainer: RanksConfig) -> int:
-    return trainer.backend.ranks if isinstance(trainer.backend, MegatronBackend) else 1
+    return trainer.backend.ranks
+
+
+def maker_names(group: str, maker: MakerConfig) -> list[str]:
+    return [f"maker/{group}/{index}" for index in range(maker.replicas)]
 
 
 def rank_names(role: str, trainer: RanksConfig) -> list[str]:
@@ -47,7 +51,7 @@ def rank_names(role: str, trainer: RanksConfig) -> list[str]:
 
 def tensor_parallel_of(trainer: RanksConfig) -> int:
     """Ranks next to each other that exchange activations in every layer."""
-    return trainer.backend.tensor_parallel if isinstance(trainer.backend, MegatronBackend) else 1
+    return trainer.backend.tensor_parallel
 
 
 def stages_of(config: RunConfig) -> tuple[str, ...]:

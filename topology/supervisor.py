@@ -155,7 +155,7 @@ class Supervisor(Shell):
         await buffer
         await self._ask(trainer, "publish_start")
         sharing = [rank for role in trainers_in_turns(self.config) for rank in self._ranks(role)]
-        await asyncio.gather(*(self._ask(rank, "invoke", "offload") for rank in sharing if self.in_turns))
+        await asyncio.gather(*(self._ask(rank, "invoke", "offload") for rank in sharing))
 
     async def _start_ranks(self, role: str) -> None:
         """They meet, and load their model or what the checkpoint has of it."""

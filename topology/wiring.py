@@ -10,7 +10,7 @@ from typing import Any
 from topology.bundles import makers_in_turns, trainers_in_turns
 from topology.handles import RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import CRITIC, POLICY, max_response_tokens, rank_names
+from topology.roles import CRITIC, POLICY, maker_names, max_response_tokens, rank_names
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
 from trainers.critic import Critic
@@ -31,7 +31,7 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
     """The trainer `policy` of the run that `shell` (a TrainerActor) belongs to."""
     config, folder = shell.config, RunFolder(Path(shell.identity.folder))
     settings = config.trainers[POLICY]
-    makers = [f"maker/{group}/{i}" for group, maker in config.makers.items() for i in range(maker.replicas)]
+    makers = [name for group, maker in config.makers.items() for name in maker_names(group, maker)]
     writer = None
     if config.rows.every is not None:
         writer = RowsWriter(folder.rows, config.rows.every, load_decoder(Path(shell.identity.model_path)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, ClassVar, Literal, overload
 
 from pydantic import Discriminator, Field, Tag
 
@@ -116,6 +116,12 @@ class MegatronBackend(Strict):
 class TorchBackend(Strict):
     """Plain torch on one process: the reference the Megatron backend is checked against."""
 
+    # No settings: the layout of ranks that whoever plans for a backend asks for.
+    ranks: ClassVar[int] = 1
+    tensor_parallel: ClassVar[int] = 1
+    data_parallel: ClassVar[int] = 1
+    share_prompt: ClassVar[bool] = False
+
     type: Literal["torch"]
     dtype: Literal["bfloat16", "float32"] = "float32"
     micro_batch_tokens: int = Field(4096, ge=1)
@@ -170,8 +176,8 @@ class RanksConfig(Strict):
 
     @property
     def threads(self) -> int:
-        """CPU threads of a rank: the backend's own setting, else the CPUs it asks for."""
-        return self.backend.threads or max(1, int(self.resources.cpus))
+        """CPU threads of a rank."""
+        return self.resources.threads(self.backend.threads)
 
 
 class TrainerConfig(RanksConfig):

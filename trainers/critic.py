@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainers.batch import StepPlan, StepRows, plan_step
-from trainers.config import CriticConfig, MegatronBackend
+from trainers.config import CriticConfig
 from trainers.learner import RankValues, StepResult
 from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
@@ -53,7 +53,6 @@ class Critic:
 
     def _plan(self, rows: StepRows) -> StepPlan:
         backend = self._config.backend
-        megatron = backend if isinstance(backend, MegatronBackend) else None
         return plan_step(
             step=rows.step,
             version=None,
@@ -62,7 +61,7 @@ class Critic:
             masks=rows.masks,
             max_response_tokens=0,  # read by constant normalisation only
             micro_batch_tokens=backend.micro_batch_tokens,
-            share_prompt=megatron is not None and megatron.share_prompt,
-            data_parallel=megatron.data_parallel if megatron is not None else 1,
+            share_prompt=backend.share_prompt,
+            data_parallel=backend.data_parallel,
             minibatches=self._config.minibatches,
         )

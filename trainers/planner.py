@@ -13,7 +13,7 @@ import numpy as np
 from buffer.records import SampledRow
 from trainers.algorithms.advantages import checked_rewards, group_advantages
 from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
-from trainers.config import ClippedPolicy, Grpo, MegatronBackend, Ppo, TrainerConfig
+from trainers.config import ClippedPolicy, Grpo, Ppo, TrainerConfig
 from trainers.estimates import Estimates, estimate
 
 LENGTH = 1  # finish reason of a sample that hit its token budget
@@ -94,7 +94,6 @@ class StepPlanner:
                 _of_row(batch, i, lambda rewards, i=i: group_advantages(rewards, scale=scale, mask=masks[i]))
                 for i in range(len(batch.rows))
             ]
-        megatron = backend if isinstance(backend, MegatronBackend) else None
         return plan_step(
             step=step,
             version=version,
@@ -103,8 +102,8 @@ class StepPlanner:
             masks=masks,
             max_response_tokens=self._max_response_tokens,
             micro_batch_tokens=backend.micro_batch_tokens,
-            share_prompt=megatron is not None and megatron.share_prompt,
-            data_parallel=megatron.data_parallel if megatron is not None else 1,
+            share_prompt=backend.share_prompt,
+            data_parallel=backend.data_parallel,
             minibatches=self._config.minibatches,
             skip_zero_advantage=grpo is not None and grpo.proportional_to_advantage,
         )

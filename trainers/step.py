@@ -163,10 +163,10 @@ class _Step:
         if version is not None:
             ranks = len(self.plan.minibatches[0].ranks)
             parts = choose_samples(groups, version, self.policy.data_parallel_rank, ranks, PROBE_TOKENS)
-            batches = [pack(groups, parts, self.plan.minibatches[0].totals, share_prompt=self.policy.share_prompt)]
+            packed = pack(groups, parts, self.plan.minibatches[0].totals, share_prompt=self.policy.share_prompt)
+            [log_probs] = self.policy.log_probs([packed], past[version])
             figures = MetricSums()
-            for packed, log_probs in zip(batches, self.policy.log_probs(batches, past[version]), strict=True):
-                self._compare(figures, log_probs, packed, version)
+            self._compare(figures, log_probs, packed, version)
             self._add(figures)
         if self.plan.version is not None:
             self.stepper.remember(self.plan.version)

@@ -11,7 +11,7 @@ import numpy as np
 
 RETURNS, VALUES = "returns", "values"  # labels of a critic's plan: what to predict, and what was predicted
 EPSILON = 1e-8  # added to a standard deviation
-MAX_LOG_RATIO = 20.0  # exp of more is a number without meaning
+MAX_LOG_RATIO = 20.0  # exp of more is a number without meaning, and soon infinite
 
 
 def token_rewards(rewards: np.ndarray, offsets: np.ndarray) -> np.ndarray:

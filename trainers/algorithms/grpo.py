@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trainers.algorithms.base import TokenBatch
-from trainers.algorithms.ppo import MAX_LOG_RATIO, ClippedLoss
+from trainers.algorithms.gae import MAX_LOG_RATIO
+from trainers.algorithms.ppo import ClippedLoss
 from trainers.config import Grpo
 
 

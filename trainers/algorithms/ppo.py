@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from trainers.algorithms.base import LossTerms, TokenBatch, token_weights
-from trainers.algorithms.gae import RETURNS, VALUES
+from trainers.algorithms.gae import MAX_LOG_RATIO, RETURNS, VALUES
 from trainers.config import ClippedPolicy, ValueRegression
-
-MAX_LOG_RATIO = 20.0  # exp of more is a number without meaning, and soon infinite
 
 
 class ClippedLoss:

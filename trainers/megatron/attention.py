@@ -61,11 +61,12 @@ class SegmentAttention(MegatronModule):
         assert layout.sin is not None
         dtype = query.dtype
         query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
-        value = value.to(query.dtype)
+        return torch.cat(self._by_segment(layout, query, key, value.to(query.dtype))).flatten(1).to(dtype)
+
+    def _by_segment(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         sizes = [segment.tokens for segment in layout.segments]
         pieces = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-        outputs = [self._segment(layout, index, *piece) for index, piece in enumerate(pieces)]
-        return torch.cat(outputs).flatten(1).to(dtype)
+        return [self._segment(layout, index, *piece) for index, piece in enumerate(pieces)]
 
     def _segment(self, layout: PackedLayout, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         segment = layout.segments[index]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from trainers.megatron.attention import DENSE_TOKENS, PackedLayout, SegmentAttention, additive, rotate, segment_mask
+from trainers.megatron.attention import DENSE_TOKENS, PackedLayout, SegmentAttention, additive, segment_mask
 from trainers.packing import Segment
 
 BLOCK_ROWS = 1024  # of one masked call on a long run: bounds the mask, and leaves out the keys behind the block
@@ -58,27 +57,10 @@ def put_together(values: Tensor, own: Tensor, count: int) -> Tensor:
 class StripedAttention(SegmentAttention):
     """`core_attention` for a stripe: query [own rows, heads, d], key and value [own rows, groups, d]."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedLayout | None = None,
-        **_: Any,
-    ) -> Tensor:
-        layout = packed_seq_params
-        assert layout is not None, "rows must be packed"
-        assert layout.cos is not None
-        assert layout.sin is not None
-        dtype = query.dtype
-        query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
-        key, value = _gather(key, value.to(query.dtype))
-        outputs = []
+    def _by_segment(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        key, value = _gather(key, value)
         pieces = _split([segment.tokens for segment in layout.segments], own_stripe(), query, key, value)
-        for index, (stripe, *piece) in enumerate(pieces):
-            outputs.append(self._striped(layout, index, stripe, *piece))
-        return torch.cat(outputs).flatten(1).to(dtype)
+        return [self._striped(layout, index, *piece) for index, piece in enumerate(pieces)]
 
     def _striped(
         self, layout: PackedLayout, index: int, stripe: Stripe, query: Tensor, key: Tensor, value: Tensor

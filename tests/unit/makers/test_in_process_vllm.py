@@ -156,12 +156,17 @@ def test_an_update_between_groups_waits_for_the_running_ones_and_goes_before_new
     assert run(scenario).log == ["add 0", "end 0", "load 1", "add 1", "end 1"]
 
 
+async def asked_to_sleep_at_work(engine, core) -> tuple[asyncio.Future, asyncio.Future]:
+    """A group that is being generated, until the core's gate is opened, and a sleep that has to wait for it."""
+    core.gate.clear()
+    running = asyncio.ensure_future(engine.generate(request(2)))
+    await until(lambda: core.running == 1)
+    return running, asyncio.ensure_future(engine.sleep(1))
+
+
 def test_the_engine_sleeps_when_the_running_groups_have_ended_and_refuses_work_until_it_is_woken():
     async def scenario(engine, core):
-        core.gate.clear()
-        running = asyncio.ensure_future(engine.generate(request(2)))
-        await until(lambda: core.running == 1)
-        sleeping = asyncio.ensure_future(engine.sleep(1))
+        running, sleeping = await asked_to_sleep_at_work(engine, core)
         await asyncio.sleep(0.01)
         assert not sleeping.done()
         core.gate.set()
@@ -183,10 +188,7 @@ def test_the_engine_sleeps_when_the_running_groups_have_ended_and_refuses_work_u
 
 def test_a_sleep_that_is_cancelled_or_refused_leaves_the_engine_awake():
     async def scenario(engine, core):
-        core.gate.clear()
-        running = asyncio.ensure_future(engine.generate(request(2)))
-        await until(lambda: core.running == 1)
-        sleeping = asyncio.ensure_future(engine.sleep(1))
+        running, sleeping = await asked_to_sleep_at_work(engine, core)
         await asyncio.sleep(0.01)
         sleeping.cancel()
         await asyncio.gather(sleeping, return_exceptions=True)
@@ -201,10 +203,7 @@ def test_a_sleep_that_is_cancelled_or_refused_leaves_the_engine_awake():
 
 def test_whoever_waits_for_sleep_when_vllm_fails_is_told():
     async def scenario(engine, core):
-        core.gate.clear()
-        running = asyncio.ensure_future(engine.generate(request(2)))
-        await until(lambda: core.running == 1)
-        sleeping = asyncio.ensure_future(engine.sleep(1))
+        running, sleeping = await asked_to_sleep_at_work(engine, core)
         await until(lambda: not engine._inbox.empty())
         core.fail = RuntimeError("device lost")
         core.gate.set()

@@ -376,29 +376,20 @@ def test_ranks_have_shared_devices_from_the_step_to_the_publication_and_makers_w
         checkpoint_at_end=True,
         evaluation=evaluation,
     )
+    step = [
+        "sample",
+        ("hand_to", "ranks"),
+        "train_step",
+        "trained",
+        "publish",
+        "published",
+        "save",
+        ("hand_to", "makers"),
+    ]
     assert bench.run() == "done"
     assert [call[0] if call[0] != "hand_to" else call for call in bench.log] == [
         *["publish", "published"],  # before any maker is there
-        *[
-            "sample",
-            ("hand_to", "ranks"),
-            "train_step",
-            "trained",
-            "publish",
-            "published",
-            "save",
-            ("hand_to", "makers"),
-        ],
-        *[
-            "sample",
-            ("hand_to", "ranks"),
-            "train_step",
-            "trained",
-            "publish",
-            "published",
-            "save",
-            ("hand_to", "makers"),
-        ],
+        *(2 * step),
         "evaluate",
     ]
     assert [(event["step"], event["to"]) for event in bench.recorder.of_kind("hand_over")] == [
