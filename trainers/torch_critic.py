@@ -5,17 +5,14 @@ As with Megatron, the body starts from the policy's folder and the head at zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainers.batch import Columns, StepPlan
-from trainers.learner import RankValues
+from trainers.stepping import Valuing
 from trainers.torch_learner import TorchLearner, TorchPolicy
-from trainers.values import values_of
 
 
 class ValueModel(torch.nn.Module):
@@ -44,13 +41,8 @@ class TorchValues(TorchPolicy):
         return torch.stack([values, torch.zeros_like(values)])
 
 
-class TorchCritic(TorchLearner):
+class TorchCritic(Valuing, TorchLearner):
     """Implements `trainers.learner.ValueLearner` in one process."""
-
-    _proximal = False  # the plan has the values of the start of the step
 
     def _load(self) -> TorchPolicy:
         return TorchValues(self._config, self._model_path)
-
-    def values(self, plan: StepPlan, rollouts: Sequence[Columns]) -> RankValues:
-        return values_of(self.policy, plan, rollouts)

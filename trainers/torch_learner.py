@@ -12,60 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.algorithms.factory import build_algorithm
-from trainers.batch import Columns, StepPlan
 from trainers.checkpoints import CheckpointError
 from trainers.config import CriticConfig, Optimizer, TorchBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
-from trainers.learner import StepResult
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
-from trainers.step import LossFunction, Stepper
+from trainers.step import LossFunction
+from trainers.stepping import SteppingLearner
 
 STATE_FILE = "learner.pt"
 
 
-class TorchLearner:
+class TorchLearner(SteppingLearner):
     """Implements `trainers.learner.Learner` in one process."""
 
-    _proximal = True
-
-    def __init__(
-        self,
-        config: TrainerConfig | CriticConfig,
-        model_path: Path,
-        *,
-        steps: int,
-        seed: int,
-        past_versions: int = 1,
-        failures_folder: Path | None = None,
-    ) -> None:
-        self._config = config
-        self._model_path = model_path
-        self._steps = steps
-        self._seed = seed
-        self._past_versions = past_versions
-        self._failures_folder = failures_folder
-        self._algorithm = build_algorithm(config.algorithm)
+    policy: TorchPolicy
 
     def start(self) -> None:
         torch.manual_seed(self._seed)
-        self.policy = self._load()
-        self._stepper = Stepper(
-            self.policy,
-            self._algorithm,
-            self._config.optimizer,
-            steps=self._steps,
-            past_versions=self._past_versions,
-            proximal=self._proximal,
-            failures_folder=self._failures_folder,
-        )
+        self._begin()
 
     def _load(self) -> TorchPolicy:
         return TorchPolicy(self._config, self._model_path)
-
-    def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
-        return self._stepper.run(plan, rollouts)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """A tied output layer is no parameter of its own, so it is not named."""

@@ -9,7 +9,6 @@ states, so its gradient needs no reduction over them. It lives on the last pipel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from mbridge.core.bridge import Bridge
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from trainers.batch import Columns, StepPlan
-from trainers.learner import RankValues
 from trainers.megatron.attention import PackedLayout
 from trainers.megatron.learner import MegatronLearner, MegatronPolicy
 from trainers.megatron.model import PolicyModel, build_model, load_weights
-from trainers.values import values_of
+from trainers.stepping import Valuing
 
 HEAD, HEAD_NAME = "value_head", "score.weight"  # the latter as in transformers' models for sequence classification
 
@@ -77,13 +74,8 @@ class MegatronValues(MegatronPolicy):
         return model
 
 
-class MegatronCritic(MegatronLearner):
+class MegatronCritic(Valuing, MegatronLearner):
     """Implements `trainers.learner.ValueLearner`."""
-
-    _proximal = False  # the plan has the values of the start of the step
 
     def _load(self) -> MegatronPolicy:
         return MegatronValues(self._config, self._model_path, self._hf_config)
-
-    def values(self, plan: StepPlan, rollouts: Sequence[Columns]) -> RankValues:
-        return values_of(self.policy, plan, rollouts)

@@ -16,11 +16,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from trainers.algorithms.factory import build_algorithm
-from trainers.batch import Columns, StepPlan
 from trainers.config import CriticConfig, MegatronBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
-from trainers.learner import Rendezvous, StepResult
+from trainers.learner import Rendezvous
 from trainers.megatron import checkpoint, cpu, offload, optimizer
 from trainers.megatron.layout import place
 from trainers.megatron.model import (
@@ -35,13 +33,14 @@ from trainers.megatron.model import (
 from trainers.megatron.process_group import from_last_stage, join, leave, reduce_over_data_parallel_ranks
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
-from trainers.step import LossFunction, Stepper
+from trainers.step import LossFunction
+from trainers.stepping import SteppingLearner
 
 
-class MegatronLearner:
+class MegatronLearner(SteppingLearner):
     """Implements `trainers.learner.Learner`."""
 
-    _proximal = True
+    policy: MegatronPolicy
 
     def __init__(
         self,
@@ -49,22 +48,17 @@ class MegatronLearner:
         model_path: Path,
         rendezvous: Rendezvous,
         *,
-        steps: int,
-        seed: int,
-        past_versions: int = 1,
         failures_folder: Path | None = None,
+        **settings: Any,
     ) -> None:
         assert isinstance(config.backend, MegatronBackend)
-        self._config = config
-        self._model_path = model_path
+        # All ranks have the same batch: one keeps it.
+        super().__init__(
+            config, model_path, failures_folder=failures_folder if rendezvous.rank == 0 else None, **settings
+        )
         self._rendezvous = rendezvous
-        self._steps = steps
-        self._seed = seed
-        self._algorithm = build_algorithm(config.algorithm)
         self._hf_config = read_config(model_path)
         check_layout(config.backend, self._hf_config)
-        self._past_versions = past_versions
-        self._failures_folder = failures_folder
 
     def start(self) -> None:
         backend = self._config.backend
@@ -73,25 +67,13 @@ class MegatronLearner:
         optimizer.install_checkpoint_fixes()
         join(self._rendezvous, backend, self._seed)
         try:
-            self.policy = self._load()
+            self._begin()
         except BaseException:
             leave()
             raise
-        self._stepper = Stepper(
-            self.policy,
-            self._algorithm,
-            self._config.optimizer,
-            steps=self._steps,
-            past_versions=self._past_versions,
-            proximal=self._proximal,
-            failures_folder=self._failures_folder if self._rendezvous.rank == 0 else None,
-        )
 
     def _load(self) -> MegatronPolicy:
         return MegatronPolicy(self._config, self._model_path, self._hf_config)
-
-    def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
-        return self._stepper.run(plan, rollouts)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return export_weights(self.policy.bridge, self.policy.model)
