@@ -101,7 +101,7 @@ def train_synchronously(config: RunConfig, rank: RankProcess) -> Synchronous:
     prompts = take(config.prompts, steps * groups)
     encoder, score = PromptEncoder(path), scorer(config, path)
     rank.load(config)
-    engine = VllmCore(rollout_of(config).engine, path, seed=config.seed, recompute=True, version=0)
+    engine = VllmCore(rollout_of(config).engine, path, seed=config.seed, recompute=True, version=0, sleeps=False)
     seen = Synchronous()
     for version in range(steps):
         numbers = range(version * groups, (version + 1) * groups)

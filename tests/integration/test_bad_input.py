@@ -85,9 +85,9 @@ def edit(file: Path, **values: Any) -> None:
         ("trainers.policy.minibatches=3", "4 groups_per_step cannot be split into 3 equal minibatches: use a divisor"),
         (
             "cluster.cpus=1",
-            "needs 2.1 CPUs (1 x rollout, 1 x reward, trainer), this machine (cluster.cpus: 1) has 1: lower",
+            "needs 2.1 CPUs (1 x rollout, 1 x reward, 1 x policy rank), this machine (cluster.cpus: 1) has 1: lower",
         ),
-        ("makers.rollout.replicas=2000", "GiB (2000 x rollout, 1 x reward, trainer), this machine has"),
+        ("makers.rollout.replicas=2000", "GiB (2006 actors), this machine has"),
         ("model.path=/nowhere/qwen", "model.path '/nowhere/qwen': no such folder, and not a known name; known names: "),
         ("prompts.dataset=chain_summ", "prompts: reasoning-gym has no dataset 'chain_summ'; near: chain_sum"),
     ],

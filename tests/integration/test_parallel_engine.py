@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -21,6 +23,7 @@ from weights.manifest import CoverageError
 
 pytestmark = pytest.mark.timeout(240)
 FAMILY = "tiny-qwen3"
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4  # float32 on both sides
 
 
@@ -31,10 +34,11 @@ def make_engine(**parallel) -> InProcessVllm:
 
 @pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
 def engine(request):
+    others = psutil.Process().children(recursive=True)  # of tests before
     engine = make_engine(**{request.param: 2})
     asyncio.run(engine.start())
     yield engine
-    workers = psutil.Process().children(recursive=True)
+    workers = [child for child in psutil.Process().children(recursive=True) if child not in others]
     asyncio.run(engine.close())
     _, alive = psutil.wait_procs([worker for worker in workers if not is_tracker(worker)], timeout=10)
     assert not alive
@@ -168,7 +172,11 @@ if __name__ == "__main__":
 def test_a_dead_process_breaks_the_engine_and_nothing_outlives_the_makers_process(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     maker = subprocess.Popen(
-        [sys.executable, tmp_path / "script.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, tmp_path / "script.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     children: list[psutil.Process] = []
     try:
