@@ -81,7 +81,9 @@ class HangsAtFirst(Fixed):
 
 
 class Wrong(Fixed):
-    """A different mistake in each row."""
+    """A different mistake in each row; one row at a time, so that it is known whose comes first."""
+
+    slots = 1
 
     async def make(self, lease: Lease, inputs: Mapping[str, Columns]) -> tuple[Produced, Columns]:
         produced, columns = await super().make(lease, inputs)
