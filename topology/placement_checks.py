@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from makers.config import CustomMaker, RolloutMaker
+from makers.config import RewardMaker, RolloutMaker
 from topology.bundles import device, devices_of, units
 from topology.config import RunConfig
 from topology.models import ModelInfo
@@ -50,7 +50,7 @@ def check_sets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 "them parts of a device with fractional resources.gpus"
             )
         for name in names:
-            if not isinstance(config.makers.get(name), RolloutMaker | CustomMaker | None):
+            if isinstance(config.makers.get(name), RewardMaker):
                 yield f"{key}: `{name}` ({config.makers[name].kind}) has nothing that could sleep: leave it out of the set"
         policies = {placement.groups[name] for name in names if name in placement.groups}
         if len(policies) > 1:
