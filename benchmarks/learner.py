@@ -1,5 +1,7 @@
 """Trained tokens a second: the Megatron learner against plain transformers, forward and backward, at least 1.0.
 
+Each side has the environment that it has in use: for a rank that of `trainers.memory`, which slows the baseline down.
+
 Neither side's figure holds the optimizer: Megatron's keeps float32 main parameters, which plain AdamW does not. A token
 counts once for each sample that has it, however a side computes it. Three comparisons, each with the baseline on the same
 rows: responses of equal length (nothing to pad), responses of 1 to MAX_TOKENS tokens, and these with the prompt of a
@@ -55,14 +57,16 @@ def _result(name: str, rates: dict[str, list[float]], candidate: str) -> Result:
 
 def _megatron(model: str, shape: str, share_prompt: bool) -> float:
     arguments = ["--micro-batch-tokens", str(MICRO_BATCH_TOKENS), "--port", str(_free_port())]
-    return _rate("learner_megatron", model, shape, [*arguments, *(["--share-prompt"] if share_prompt else [])])
+    return _rate(
+        "learner_megatron", model, shape, [*arguments, *(["--share-prompt"] if share_prompt else [])], KEEP_FREED_MEMORY
+    )
 
 
 def _transformers(model: str, shape: str) -> float:
     return _rate("learner_transformers", model, shape, ["--micro-batch", str(MICRO_BATCH)])
 
 
-def _rate(side: str, model: str, shape: str, arguments: list[str]) -> float:
+def _rate(side: str, model: str, shape: str, arguments: list[str], env: dict[str, str] | None = None) -> float:
     common = ["--model", model, "--shape", shape, "--dtype", workload.DTYPE, "--threads", str(CORES)]
     answer = run_json(
         f"benchmarks.sides.{side}",
@@ -71,7 +75,7 @@ def _rate(side: str, model: str, shape: str, arguments: list[str]) -> float:
         str(REPEAT),
         *arguments,
         timeout=TIMEOUT,
-        env=KEEP_FREED_MEMORY,  # as a rank has it; the baseline gains by it too
+        env=env,
     )
     return answer["tokens"] / statistics.median(answer["seconds"])
 

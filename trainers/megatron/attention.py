@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from trainers.megatron.sequences import PaddedSequences
 from trainers.packing import Segment
 
 DENSE_TOKENS = 1024  # up to here one masked call over a whole segment is faster than one call a response
@@ -36,6 +37,7 @@ class PackedLayout(PackedSeqParams):
     own: Tensor | None = None  # int64 [own targets]: which of all targets they are
     every_target: int = 0  # of the micro-batch, over all ranks
     masks: dict[int, Tensor] = field(default_factory=dict)  # by number of the segment, filled on first use
+    sequences: PaddedSequences | None = None  # filled on first use
 
 
 class SegmentAttention(MegatronModule):
@@ -64,9 +66,17 @@ class SegmentAttention(MegatronModule):
         return torch.cat(self._by_segment(layout, query, key, value.to(query.dtype))).flatten(1).to(dtype)
 
     def _by_segment(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        if all(len(segment.responses) <= 1 for segment in layout.segments):
+            return [self._by_sequence(layout, query, key, value)]
         sizes = [segment.tokens for segment in layout.segments]
         pieces = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
         return [self._segment(layout, index, *piece) for index, piece in enumerate(pieces)]
+
+    def _by_sequence(self, layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if layout.sequences is None:
+            layout.sequences = PaddedSequences.of([segment.tokens for segment in layout.segments], query.device)
+        blocks = zip(*map(layout.sequences.pad, (query, key, value)), strict=True)
+        return layout.sequences.unpad([self._attend_each(*block, None) for block in blocks])
 
     def _segment(self, layout: PackedLayout, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         segment = layout.segments[index]
@@ -90,11 +100,15 @@ class SegmentAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """[n, heads, d] -> [n, heads, d]; causal without a mask."""
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return self._attend_each(query[None], key[None], value[None], mask)[0]
+
+    def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[sequences, n, heads, d] -> [sequences, n, heads, d]; causal without a mask."""
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         output = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.size(1) != q.size(1)
         )
-        return output[0].transpose(0, 1)
+        return output.transpose(1, 2)
 
 
 class _Rotate(torch.autograd.Function):
