@@ -71,6 +71,21 @@ def test_summary_has_the_figures_of_the_run(folder: Path) -> None:
     assert found.failures == {"infra": 0, "data": 10, "timeout": 0}
 
 
+def test_checkpoints_and_hand_overs_have_shares_of_their_own_where_there_were_any(tmp_path: Path) -> None:
+    steps = [step(1, **{"time/checkpoint": 0.0}), step(2, **{"time/checkpoint": 0.5, "time/hand_over": 0.25})]
+    shares = summarise(read_history(run_folder(tmp_path, steps, []))).time_shares
+    assert shares == pytest.approx(
+        {
+            "wait_for_batch": 0.4,
+            "train": 0.5,
+            "publish": 0.05,
+            "hand_over": 0.0125,
+            "checkpoint": 0.025,
+            "other": 0.0125,
+        }
+    )
+
+
 def test_later_record_of_a_step_counts_and_rates_weigh_by_time(tmp_path: Path) -> None:
     fast = step(2, **{"reward/mean": 0.9, "time/step": 30.0, "tokens_per_s/generated": 200.0})
     run_folder(tmp_path, [step(1), step(2), fast], [])
