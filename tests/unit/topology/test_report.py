@@ -72,18 +72,10 @@ def test_summary_has_the_figures_of_the_run(folder: Path) -> None:
 
 
 def test_checkpoints_and_hand_overs_have_shares_of_their_own_where_there_were_any(tmp_path: Path) -> None:
-    steps = [step(1, **{"time/checkpoint": 0.0}), step(2, **{"time/checkpoint": 0.5, "time/hand_over": 0.25})]
+    steps = [step(1, **{"time/checkpoint": 0.0}), step(2, **{"time/checkpoint": 0.2, "time/hand_over": 0.1})]
     shares = summarise(read_history(run_folder(tmp_path, steps, []))).time_shares
-    assert shares == pytest.approx(
-        {
-            "wait_for_batch": 0.4,
-            "train": 0.5,
-            "publish": 0.05,
-            "hand_over": 0.0125,
-            "checkpoint": 0.025,
-            "other": 0.0125,
-        }
-    )
+    assert (shares["checkpoint"], shares["hand_over"]) == (pytest.approx(0.01), pytest.approx(0.005))
+    assert shares["other"] == pytest.approx(0.05 - 0.015)
 
 
 def test_later_record_of_a_step_counts_and_rates_weigh_by_time(tmp_path: Path) -> None:
