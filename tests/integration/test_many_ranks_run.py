@@ -1,7 +1,7 @@
 """Whole runs of several ranks and makers, from the shipped configs: real Ray, real vLLM, real Megatron-core, a tiny model.
 
 One run of 1m2t (two data-parallel ranks) loses a rank midway, and goes on from its checkpoint as 2m2t: two makers and two
-tensor-parallel ranks. It is compared, step by step, with a run of 1m1t that nothing interrupted.
+tensor-parallel ranks. It is compared, step by step, with a run of one rank, colocated with its maker, that nothing interrupted.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def resumed(folder: Path, killed: Killed) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def single(folder: Path, resumed: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The steps of 1m1t (one rank) with the same settings, not interrupted."""
-    tandem(folder, "run", config("1m1t"), *sets(*EXACT, f"trainers.policy.steps={resumed['steps']}"))
-    return metrics(folder, "1m1t")
+    """The steps of colocated (one maker and one rank, in turns) with the same settings, not interrupted."""
+    tandem(folder, "run", config("colocated"), *sets(*EXACT, f"trainers.policy.steps={resumed['steps']}"))
+    return metrics(folder, "colocated")
 
 
 def test_a_killed_rank_ends_the_run_in_seconds_with_its_name(folder: Path, killed: Killed) -> None:
