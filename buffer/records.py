@@ -82,3 +82,4 @@ class SampledRow:
     columns: Mapping[str, Any]
     produced: Mapping[str, Produced]
     age: int  # trainer version at sampling minus the oldest token version of the row
+    makers: Mapping[str, str]  # stage -> name of the maker that filled it

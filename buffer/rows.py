@@ -26,6 +26,7 @@ class Row:
     leases: dict[str, int] = field(default_factory=dict)  # stage -> open lease
     columns: dict[str, Any] = field(default_factory=dict)
     produced: dict[str, Produced] = field(default_factory=dict)
+    makers: dict[str, str] = field(default_factory=dict)  # stage -> who filled it
     attempts: dict[str, int] = field(default_factory=dict)  # stage -> failed leases
     failed_by: dict[str, set[str]] = field(default_factory=dict)  # stage -> makers that should not get it again
 
@@ -54,6 +55,7 @@ class Row:
             "min_version": self.min_version,
             "columns": {stage: encode(self.id, stage, reference) for stage, reference in self.columns.items()},
             "produced": {stage: asdict(produced) for stage, produced in self.produced.items()},
+            "makers": dict(self.makers),
             "attempts": dict(self.attempts),
         }
 
@@ -67,6 +69,7 @@ class Row:
             admitted_at=now,
             columns={stage: decode(row_id, stage, encoded) for stage, encoded in state["columns"].items()},
             produced={stage: Produced(**produced) for stage, produced in state["produced"].items()},
+            makers=dict(state["makers"]),
             attempts=dict(state["attempts"]),
         )
 

@@ -226,6 +226,7 @@ class ExperienceTable:
         self._rows_with_columns += not row.columns
         row.columns[lease.stage] = columns
         row.produced[lease.stage] = produced
+        row.makers[lease.stage] = lease.maker
         self.nbytes += produced.nbytes
         self.ledger.tokens.admit(produced.tokens)
         self._enqueue(row)
@@ -319,7 +320,7 @@ class ExperienceTable:
             )
         del self.unsampled[row.id]
         self.complete -= 1
-        return SampledRow(row.id, row.prompt, dict(row.columns), dict(row.produced), age)
+        return SampledRow(row.id, row.prompt, dict(row.columns), dict(row.produced), age, dict(row.makers))
 
     def trained(self, row_ids: Sequence[int], step: int) -> None:
         """Sampled rows were used in optimizer step `step` (from 1). They stay charged until its version is published."""

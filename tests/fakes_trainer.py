@@ -57,7 +57,8 @@ def make_row(
     }
     prompt = Prompt(id=f"p{row_id}", content=f"prompt {row_id}")
     columns = {"rollout": rollout, "reward": {"rewards": values, "reward/exact_match": values}}
-    return SampledRow(row_id, prompt, columns, produced, age=0)
+    makers = {"rollout": "maker/rollout/0", "reward": "maker/reward/0"}
+    return SampledRow(row_id, prompt, columns, produced, age=0, makers=makers)
 
 
 @dataclass

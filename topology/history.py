@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ENDS = 5  # steps at the start and at the end that the reward is averaged over
-TIME_SPLIT = ("wait_for_batch", "train", "publish", "other")  # what the trainer did with its time, without overlap
+TIME_SPLIT = ("wait_for_batch", "train", "publish", "hand_over", "checkpoint")  # what a trainer does, without overlap
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,11 @@ class History:
         return [scores[step] for step in sorted(scores)]
 
     def time_split(self) -> list[tuple[str, list[float]]]:
-        """Seconds of each step by what the trainer did; `other` is evaluation, checkpoints and bookkeeping."""
-        named = [(name, [float(row.get(f"time/{name}") or 0.0) for row in self.steps]) for name in TIME_SPLIT[:-1]]
+        """Seconds of each step by what the trainer ever did; `other` is evaluation and bookkeeping."""
+        every = [(name, [float(row.get(f"time/{name}") or 0.0) for row in self.steps]) for name in TIME_SPLIT]
+        named = [(name, values) for name, values in every if any(values)]
         whole = [float(row.get("time/step") or 0.0) for row in self.steps]
-        known = [sum(parts) for parts in zip(*(values for _, values in named), strict=True)]
+        known = [sum(values[index] for _, values in named) for index in range(len(whole))]
         return [*named, ("other", [max(0.0, w - k) for w, k in zip(whole, known, strict=True)])]
 
 

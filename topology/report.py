@@ -17,12 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from topology.charts import Series, line_chart, moving_average, stacked_bars
-from topology.history import TIME_SPLIT, History, Summary, read_history, summarise
+from topology.history import History, Summary, read_history, summarise
 from topology.report_page import PAGE
 
 SMOOTH = 5  # steps of the moving average drawn over the reward
-LABELS = {"wait_for_batch": "waiting for rows", "train": "training", "publish": "publishing", "other": "other"}
-COLORS = {"wait_for_batch": 2, "train": 0, "publish": 4, "other": 5}
+LABELS = {
+    "wait_for_batch": "waiting for rows",
+    "train": "training",
+    "publish": "publishing",
+    "hand_over": "handing devices over",
+    "checkpoint": "checkpoints",
+    "other": "other",
+}
+COLORS = {"wait_for_batch": 2, "train": 0, "publish": 4, "hand_over": 1, "checkpoint": 3, "other": 5}
 
 
 def build_report(run_folder: Path) -> Path:
@@ -56,7 +63,7 @@ def summary(run_folder: Path) -> RenderableType:
     table.add_column()
     for name, value, note in _cards(figures):
         table.add_row(name, Text.assemble((value, "bold"), f"  {note}" if note else ""))
-    shares = ", ".join(f"{LABELS[name]} {figures.time_shares[name]:.0%}" for name in TIME_SPLIT)
+    shares = ", ".join(f"{LABELS[name]} {share:.0%}" for name, share in figures.time_shares.items())
     table.add_row("trainer's time", shares)
     if figures.bound_by:
         table.add_row("bound by", Text.assemble((figures.bound_by, "bold"), f"  {figures.knob or ''}"))

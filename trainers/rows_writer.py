@@ -84,6 +84,7 @@ class RowsWriter:
                     "step": step,
                     "row_id": row.row_id,
                     "sample": sample,
+                    "maker": row.makers["rollout"],
                     "prompt_id": row.prompt.id,
                     "prompt": content if isinstance(content, str) else json.dumps(content),
                     "completion": self._decode(ids.tolist()),

@@ -19,6 +19,8 @@ from tests.command_line import TINY, assert_nothing_left, events, lines, process
 from topology.keeper import cluster_environment, start_keeper
 from topology.runs import RunFolder, wait_for_file
 
+SHORT = 5  # max_tokens of the second group; the first has 8
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -50,9 +52,11 @@ def workplace(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run with two rollout makers from start to end, looked at by several tests."""
+    """One run with two groups of rollout makers from start to end, looked at by several tests."""
     folder = tmp_path_factory.mktemp("finished")
-    settings = ("makers.rollout.sampling.temperature=0.8", "makers.rollout.replicas=2")
+    engine = "{type: vllm, dtype: bfloat16, max_model_len: 128, max_num_seqs: 8}"
+    short = f"{{kind: rollout, engine: {engine}, sampling: {{n: 4, temperature: 1.3, max_tokens: {SHORT}}}}}"
+    settings = ("makers.rollout.sampling.temperature=0.8", f"makers.short={short}")
     tandem(folder, "run", TINY, *(word for setting in settings for word in ("--set", setting)))
     return folder
 
@@ -79,7 +83,7 @@ def test_every_step_has_metrics_within_the_staleness_bound(finished: Path) -> No
     assert len(steps[0]) < 60
 
 
-def test_in_every_step_trainer_and_makers_agree_on_the_log_probs_of_tempered_samples(finished: Path) -> None:
+def test_in_every_step_trainer_and_makers_agree_on_the_log_probs_at_each_temperature(finished: Path) -> None:
     assert all(0 <= step["mismatch/kl"] < 1e-3 for step in metrics(finished, "tiny"))
 
 
@@ -91,6 +95,18 @@ def test_the_sampled_rows_are_on_disk_with_text_tokens_and_versions(finished: Pa
     record = table.to_pylist()[0]
     assert len(record["response_ids"]) == len(record["behaviour_logprobs"]) == len(record["policy_versions"])
     assert set(record["policy_versions"]) <= {0, 1}
+
+
+def test_rows_say_which_maker_made_them_and_each_group_samples_in_its_own_way(finished: Path) -> None:
+    """A generated model hardly ever ends a sample by itself: its length is the group's max_tokens."""
+    from pyarrow import parquet
+
+    files = sorted((finished / "runs/tiny/rows").glob("step-00000[1-4].parquet"))
+    records = [record for file in files for record in parquet.read_table(file).to_pylist()]
+    longest = {"maker/rollout/0": 8, "maker/short/0": SHORT}
+    assert {record["maker"] for record in records} == longest.keys()
+    for maker, tokens in longest.items():
+        assert max(len(record["response_ids"]) for record in records if record["maker"] == maker) == tokens
 
 
 def test_the_report_stands_alone(finished: Path) -> None:
@@ -107,7 +123,7 @@ def test_a_name_in_use_is_refused_before_anything_starts(finished: Path) -> None
 
 def test_both_makers_were_attached_and_the_run_says_so(finished: Path) -> None:
     attached = {event["maker"] for event in events(finished, "tiny") if event["event"] == "attach"}
-    assert attached == {"maker/rollout/0", "maker/rollout/1", "maker/reward/0"}
+    assert attached == {"maker/rollout/0", "maker/short/0", "maker/reward/0"}
 
 
 def test_logs_and_list_show_the_run(finished: Path) -> None:

@@ -125,6 +125,20 @@ def test_an_infrastructure_failure_is_tried_on_another_maker_first():
     assert lease_of(table, "r1").row_id == 0
 
 
+def test_a_sampled_row_says_which_maker_filled_each_stage_not_who_failed_it():
+    table = new_table()
+    table.attach(MakerInfo("r1", "rollout", "rollout", (), 4))
+    table.published(0)
+    fill(table)
+    table.fail(lease_of(table, "r0").id, "infra", "engine broken")
+    lease = lease_of(table, "r1")
+    table.commit(lease.id, answer(lease), "columns")
+    complete_all(table)
+    rows = table.select(2)
+    assert rows is not None
+    assert [row.makers for row in rows] == [{"rollout": "r1", "reward": "s0"}, {"rollout": "r0", "reward": "s0"}]
+
+
 def test_a_row_that_every_maker_failed_is_tried_again_by_any_and_ends_the_run_after_max_attempts():
     table = new_table(max_attempts=3)
     table.published(0)

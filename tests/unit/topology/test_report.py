@@ -71,6 +71,13 @@ def test_summary_has_the_figures_of_the_run(folder: Path) -> None:
     assert found.failures == {"infra": 0, "data": 10, "timeout": 0}
 
 
+def test_checkpoints_and_hand_overs_have_shares_of_their_own_where_there_were_any(tmp_path: Path) -> None:
+    steps = [step(1, **{"time/checkpoint": 0.0}), step(2, **{"time/checkpoint": 0.2, "time/hand_over": 0.1})]
+    shares = summarise(read_history(run_folder(tmp_path, steps, []))).time_shares
+    assert (shares["checkpoint"], shares["hand_over"]) == (pytest.approx(0.01), pytest.approx(0.005))
+    assert shares["other"] == pytest.approx(0.05 - 0.015)
+
+
 def test_later_record_of_a_step_counts_and_rates_weigh_by_time(tmp_path: Path) -> None:
     fast = step(2, **{"reward/mean": 0.9, "time/step": 30.0, "tokens_per_s/generated": 200.0})
     run_folder(tmp_path, [step(1), step(2), fast], [])

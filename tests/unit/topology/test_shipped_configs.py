@@ -63,6 +63,20 @@ def test_a_topology_has_the_makers_and_ranks_of_its_name(name: str, makers: int,
     assert len(plan.named("rank")) == ranks
 
 
+def test_the_four_small_topologies_differ_in_makers_and_ranks_only() -> None:
+    """So a run that goes from one to another is a run of each."""
+    one, two, three, four = (
+        load_config(f"configs/{name}.yaml", settings, "same")
+        for name, settings in {
+            "1m1t": (),
+            "2m1t": ("makers.rollout.replicas=1",),
+            "1m2t": ("trainers.policy.backend.data_parallel=1",),
+            "2m2t": ("makers.rollout.replicas=1", "trainers.policy.backend.tensor_parallel=1"),
+        }.items()
+    )
+    assert one == two == three == four
+
+
 def test_eight_makers_and_their_trainer_each_fill_a_node() -> None:
     first, second = plan_of("8m1t-two-nodes").nodes
     assert (first.resources.gpus, second.resources.gpus) == (8, 8)

@@ -95,7 +95,7 @@ def decode(ids: Any) -> str:
     return " ".join(map(str, ids))
 
 
-def test_rows_file_has_one_record_a_sample_with_text_tokens_rewards_and_versions(tmp_path: Path) -> None:
+def test_rows_file_has_one_record_a_sample_with_maker_text_tokens_rewards_and_versions(tmp_path: Path) -> None:
     rows = [make_row(5, version=2, lengths=(3, 2), finish=(0, 1)), make_row(6, version=3)]
 
     async def main() -> None:
@@ -111,6 +111,7 @@ def test_rows_file_has_one_record_a_sample_with_text_tokens_rewards_and_versions
         "step": 1,
         "row_id": 5,
         "sample": 1,
+        "maker": "maker/rollout/0",
         "prompt_id": "p5",
         "prompt": "prompt 5",
         "completion": "13 14",
