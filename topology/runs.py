@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +52,14 @@ class RunFolder:
     def create(self) -> None:
         for folder in (self.path, self.checkpoints, self.rows, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def require_here(self) -> None:
+        """Raise RunError on a node that does not see the folder: who writes checkpoints there would find out too late."""
+        if not self.config.exists():
+            raise RunError(
+                f"node {socket.gethostname()} does not see the run folder {self.path}, into which it is to write checkpoints: "
+                f"start the run in a folder that all nodes share, or name one in {RUNS}"
+            )
 
     def write_token(self) -> None:
         """A token of its own for the run's own cluster: only who can read the run folder can join or steer it."""
