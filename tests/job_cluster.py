@@ -29,6 +29,8 @@ START = (
     "--object-store-memory=100000000",
     "--disable-usage-stats",
 )
+# Its default is one port for all clusters of a machine, and jobs need the agent.
+AGENT = "--dashboard-agent-listen-port=0"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def job_cluster() -> Iterator[JobCluster]:
 def _node(log: Path, environment: dict[str, str], *args: str) -> Iterator[None]:
     with log.open("wb") as output:
         node = subprocess.Popen(
-            [*START, *args],
+            [*START, AGENT, *args],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
