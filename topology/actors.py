@@ -330,8 +330,10 @@ class RankActor(Shell):
     def _start(self, rendezvous: Rendezvous, restore: str | None) -> None:
         from topology.plan import past_versions
         from topology.roles import POLICY, role_of
+        from topology.runs import RunFolder
         from trainers.rank import TrainerRank
 
+        RunFolder(Path(self.identity.folder)).require_here()
         role = role_of(self.identity.name)
         failures = Path(self.identity.folder) / "failures"
         self._rank = TrainerRank(

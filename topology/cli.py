@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from topology.config import ConfigError
-from topology.runs import ENDED, RunError, all_runs, existing_run
+from topology.runs import ENDED, RUNS, RunError, all_runs, existing_run
 
 app = typer.Typer(
     help="Decoupled experience makers and trainers for asynchronous post-training.",
@@ -37,6 +39,7 @@ Detach = Annotated[bool, typer.Option("--detach", help="Start and return at once
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout only.")]
 
 WRONG, FAILED, INTERRUPTED = 2, 3, 130
+TANDEM = (sys.executable, "-m", "topology.cli")
 
 
 @app.command()
@@ -48,7 +51,8 @@ def run(
 ) -> None:
     """Plan, start and follow a run. Ctrl-C asks: detach or stop.
 
-    The run lives in the folder runs/NAME and outlives this command; where no terminal can answer, Ctrl-C stops it.
+    The run lives in the folder runs/NAME ($TANDEM_RUNS/NAME where that is set) and outlives this command; where no
+    terminal can answer, Ctrl-C stops it, and so does the SIGTERM of whoever ends the command.
     """
     from topology import launch
 
@@ -88,7 +92,8 @@ def plan(config: Config, overrides: Overrides = None, as_json: Json = False) -> 
 
 @app.command("list")
 def list_runs(
-    root: Annotated[Path, typer.Option(help="Folder that holds the run folders.")] = Path("runs"), as_json: Json = False
+    root: Annotated[Path, typer.Option(envvar=RUNS, help="Folder that holds the run folders.")] = Path("runs"),
+    as_json: Json = False,
 ) -> None:
     """The runs of a folder and their state."""
     with errors():
@@ -192,6 +197,8 @@ def _after_start(started: Any, detach: bool) -> None:
     if detach:
         out.print(f"run {started.name} goes on by itself: tandem status {started.folder.path} --watch")
         return
+    if not sys.stdin.isatty():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a batch system or a job server: as Ctrl-C
     ended = _follow(started, lambda: _ask_to_stop(started))
     if ended is not None:
         _finish(started, ended)
@@ -219,7 +226,8 @@ def _ask_to_stop(run: Any) -> bool:
     """True to go on following (until the run has stopped), False to leave it alone."""
     if not sys.stdin.isatty():
         err.print(f"interrupted: run {run.name} is being stopped")
-        run.stop()
+        # In a session of its own: a job server leaves this process 3 s, and a step may take longer.
+        subprocess.run([*TANDEM, "stop", str(run.folder.path)], start_new_session=True, check=False)
         raise typer.Exit(INTERRUPTED)
     answer = typer.prompt("[d]etach (the run goes on), [s]top it, or [c]ontinue to watch", default="d")[:1].lower()
     if answer == "c":

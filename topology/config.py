@@ -74,7 +74,9 @@ class PlacementConfig(Strict):
 
 
 class ClusterConfig(Strict):
-    address: str | None = Field(None, description="host:port of a running cluster; null: the run starts its own.")
+    address: str | None = Field(
+        None, description="host:port of a running cluster; null: RAY_ADDRESS (which a Ray job has), else its own."
+    )
     cpus: int | None = Field(None, ge=1, description="CPUs the run's own cluster offers; null: what the plan needs.")
     gpus: int | None = Field(None, ge=0, description="GPUs the run's own cluster offers; null: what is found.")
     object_store_gib: float = Field(2.0, gt=0)

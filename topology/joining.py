@@ -1,4 +1,4 @@
-"""Joining a Ray cluster for a few calls, and leaving it again.
+"""Which Ray cluster a run is on; joining one for a few calls, and leaving it again.
 
 Guarantees: one process may join the clusters of several runs one after another, each with its own token; the environment
 is afterwards what it was; a cluster that cannot be reached, or fails meanwhile, is a `RunError` with its address.
@@ -7,12 +7,35 @@ is afterwards what it was; a cluster that cannot be reached, or fails meanwhile,
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from topology.config import ConfigError, RunConfig
 from topology.keeper import cluster_environment
 from topology.runs import RunError, RunFolder
+
+HOST_AND_PORT = r"[^/]+:\d+"
+OWN = "local"  # how Ray's own tools write it
+
+
+def cluster_address(config: RunConfig) -> str | None:
+    """host:port of the cluster that a run joins, None if it starts its own. Raises ConfigError.
+
+    RAY_ADDRESS counts where the config names none, as in every program on Ray; Ray sets it for the command of a job.
+    """
+    key, address = "cluster.address", config.cluster.address
+    if address is None:
+        key, address = "RAY_ADDRESS", os.environ.get("RAY_ADDRESS", OWN)
+        if address in ("", OWN):
+            return None
+    if re.fullmatch(HOST_AND_PORT, address) is None:
+        raise ConfigError(
+            f"{key}: {address!r} is not the address of a cluster: give host:port of its head, as `ray start --head` prints "
+            f"it, or {'unset it' if key == 'RAY_ADDRESS' else 'leave it out'}, and the run starts a cluster of its own"
+        )
+    return address
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class Keeper:
             if cause is not None:
                 self._write_failure(cause)
         finally:
-            _end(head)
+            end_cluster(head)
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _announce(self, head: subprocess.Popen[bytes]) -> None:
@@ -126,7 +126,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _end(head: subprocess.Popen[bytes]) -> None:
+def end_cluster(head: subprocess.Popen[bytes]) -> None:
     """End the head and everything below it, by id."""
     try:
         below = psutil.Process(head.pid).children(recursive=True)

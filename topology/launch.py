@@ -22,14 +22,25 @@ from makers.config import CustomMaker, FilePrompts, ModelConfig, RewardMaker
 from topology.bundles import Node
 from topology.capacity import Capacity
 from topology.config import ConfigError, RunConfig, dump_config, load_config
-from topology.joining import connected
+from topology.joining import cluster_address, connected
 from topology.keeper import start_keeper
 from topology.members import snapshot
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.names import namespace_of
 from topology.plan import GIB, Plan, make_plan
 from topology.roles import POLICY, model_of
-from topology.runs import ENDED, RunError, RunFolder, process_alive, read_json, run_folder, wait_for_file, write_json
+from topology.runs import (
+    ENDED,
+    JOB_CODE,
+    RUNS,
+    RunError,
+    RunFolder,
+    process_alive,
+    read_json,
+    run_folder,
+    wait_for_file,
+    write_json,
+)
 from topology.vocabulary import difference
 from trainers.checkpoints import LATEST, RANKS_FOLDER, Checkpoint, CheckpointError, find_latest
 from trainers.config import CustomAlgorithm, MegatronBackend
@@ -45,6 +56,7 @@ class Prepared:
     model_path: Path
     model: ModelInfo
     plan: Plan
+    address: str | None  # host:port of the cluster to join
 
 
 @dataclass(frozen=True)
@@ -123,10 +135,11 @@ def check(config: RunConfig) -> Prepared:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where prompts of the user's own are looked for, here as in every actor
     own_models = _own_models(config, path)
-    plan = make_plan(config, model, capacity_of(config), own_models)
+    address = cluster_address(config)
+    plan = make_plan(config, model, capacity_of(config, address), own_models)
     _check_own_code(config)
     _check_reward_functions(config, _check_prompts(config, model))
-    return Prepared(config, path, model, plan)
+    return Prepared(config, path, model, plan, address)
 
 
 def _own_models(config: RunConfig, policy: Path) -> dict[str, ModelInfo]:
@@ -147,17 +160,17 @@ def _own_models(config: RunConfig, policy: Path) -> dict[str, ModelInfo]:
     return found
 
 
-def capacity_of(config: RunConfig) -> Capacity:
-    """What the config's cluster offers. A run's own cluster offers as many CPUs as the plan needs, unless told."""
-    if config.cluster.address is None:
+def capacity_of(config: RunConfig, address: str | None) -> Capacity:
+    """What the cluster at `address` offers. A run's own cluster offers as many CPUs as the plan needs, unless told."""
+    if address is None:
         gpus = config.cluster.gpus if config.cluster.gpus is not None else _count_gpus()
         cpus = config.cluster.cpus if config.cluster.cpus is not None else float("inf")
         what = "this machine" if config.cluster.cpus is None else f"this machine (cluster.cpus: {config.cluster.cpus})"
         return Capacity(what, (Node("this machine", cpus, gpus, psutil.virtual_memory().available / GIB),))
-    with connected(None, config.cluster.address, own=False):
+    with connected(None, address, own=False):
         from topology.placement import cluster_nodes
 
-        return Capacity(f"the cluster at {config.cluster.address}", cluster_nodes())
+        return Capacity(f"the cluster at {address}", cluster_nodes())
 
 
 def _count_gpus() -> int:
@@ -250,6 +263,11 @@ def start(config_path: str | Path, overrides: Any = (), name: str | None = None,
 def launch(prepared: Prepared, root: Path | None = None) -> Run:
     """Create the run folder, the cluster and the supervisor. Raises ConfigError if the name is in use, RunError."""
     folder = run_folder(prepared.config.name, root)
+    if JOB_CODE in folder.path.parts:
+        raise ConfigError(
+            f"the run folder would be {folder.path}, in Ray's temporary copy of this job's code: name a folder that all nodes "
+            f"see, as in `ray job submit ... -- env {RUNS}=/shared/runs tandem run ...`"
+        )
     try:
         folder.path.mkdir(parents=True)
     except FileExistsError:
@@ -319,7 +337,7 @@ def _check_same_model(checkpoint: Checkpoint, prepared: Prepared) -> None:
 def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, Any] | None) -> Run:
     config = prepared.config
     folder.config.write_text(dump_config(config))
-    own = config.cluster.address is None
+    own = prepared.address is None
     keeper = None
     first_step = 0 if checkpoint is None else checkpoint["step"]
     status = snapshot(config, {}, state="starting", cause=None, folder=str(folder.path), first_step=first_step)
@@ -330,7 +348,7 @@ def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, A
             keeper = _start_cluster(prepared, folder)
             wait_for_file(folder.cluster_file, CONNECT, lambda: keeper.poll() is None, "the run's Ray cluster")
         else:
-            write_json(folder.cluster_file, {"address": config.cluster.address, "keeper": None})
+            write_json(folder.cluster_file, {"address": prepared.address, "keeper": None})
         address = read_json(folder.cluster_file)["address"]
         with connected(folder, address, own=own) as ray:
             _create_supervisor(ray, prepared, folder, checkpoint)
@@ -384,8 +402,8 @@ def _create_supervisor(ray: Any, prepared: Prepared, folder: RunFolder, checkpoi
         actor = supervisor.remote(identity, prepared.plan, checkpoint)
     except ValueError as error:  # how Ray says that the name is taken
         raise ConfigError(
-            f"run name `{folder.name}` is in use on the cluster at {prepared.config.cluster.address}: choose another with "
-            "--name, or stop that run"
+            f"run name `{folder.name}` is in use on the cluster at {prepared.address}: choose another with --name, or stop "
+            "that run"
         ) from error
     try:
         ray.get(actor.start.remote(), timeout=CONNECT)

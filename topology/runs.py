@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ import psutil
 from topology.config import RUN_NAME, RUN_NAME_IN_WORDS, ConfigError
 
 ENDED = ("done", "failed", "stopped")
-RUNS = "runs"
+RUNS = "TANDEM_RUNS"  # the variable that names the folder of all run folders; without it `runs`, here
+JOB_CODE = "working_dir_files"  # the folder into which Ray unpacks the code that a job brought
 SILENCE = 120.0  # seconds without a status after which a supervisor is taken for dead
 LINE_BYTES = 4096  # more than a metrics object takes
 
@@ -50,6 +52,14 @@ class RunFolder:
     def create(self) -> None:
         for folder in (self.path, self.checkpoints, self.rows, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def require_here(self) -> None:
+        """Raise RunError on a node that does not see the folder: who writes checkpoints there would find out too late."""
+        if not self.config.exists():
+            raise RunError(
+                f"node {socket.gethostname()} does not see the run folder {self.path}, into which it is to write checkpoints: "
+                f"start the run in a folder that all nodes share, or name one in {RUNS}"
+            )
 
     def write_token(self) -> None:
         """A token of its own for the run's own cluster: only who can read the run folder can join or steer it."""
@@ -101,9 +111,13 @@ class RunFolder:
         return [json.loads(line) for line in whole[-count:] if line.endswith(b"}")]
 
 
+def runs_root() -> Path:
+    return Path(os.environ.get(RUNS) or "runs")
+
+
 def run_folder(name: str, root: Path | None = None) -> RunFolder:
     """The folder of a run by name, or by path (`runs/NAME`). Raises ConfigError for a name that could leave the root."""
-    base = root if root is not None else Path(RUNS)
+    base = root if root is not None else runs_root()
     if os.sep in name:
         base, name = Path(name).parent, Path(name.rstrip(os.sep)).name
     if not re.fullmatch(RUN_NAME, name):
@@ -122,7 +136,7 @@ def existing_run(name: str, root: Path | None = None) -> RunFolder:
 
 
 def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
-    for path in sorted((root if root is not None else Path(RUNS)).glob("*/config.yaml")):
+    for path in sorted((root if root is not None else runs_root()).glob("*/config.yaml")):
         yield RunFolder(path.parent.resolve())
 
 

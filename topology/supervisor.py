@@ -28,7 +28,7 @@ from topology.names import log_file
 from topology.placement import CannotPlace, Placement, release
 from topology.plan import Plan
 from topology.roles import CRITIC, POLICY, role_of
-from topology.runs import RunFolder, write_json
+from topology.runs import RunFolder, read_json, write_json
 from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER
 from trainers.memory import KEEP_FREED_MEMORY
 from trainers.recorder import append_event
@@ -254,8 +254,8 @@ class Supervisor(Shell):
         self._event(state, cause=cause)
         self.state, self.cause = state, cause
         self._write_status()
-        if self.config.cluster.address is not None:
-            ray.kill(ray.get_runtime_context().current_actor)  # a cluster of our own is ended by its keeper
+        if read_json(self.folder.cluster_file)["keeper"] is None:  # else it ends our cluster
+            ray.kill(ray.get_runtime_context().current_actor)
 
     # --- actors -------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from topology.config import ConfigError
-from topology.runs import RunFolder, existing_run, process_alive, run_folder, wait_for_file, write_json
+from topology.runs import RunError, RunFolder, existing_run, process_alive, run_folder, wait_for_file, write_json
 
 
 @pytest.mark.parametrize("name", ["..", "A", "", ".hidden", "x" * 64, "a b"])
@@ -22,6 +22,22 @@ def test_a_run_name_cannot_leave_the_folder_of_runs(name: str, tmp_path: Path) -
 
 def test_a_run_can_be_named_by_its_folder(tmp_path: Path) -> None:
     assert run_folder(f"{tmp_path}/abc").path == tmp_path / "abc"
+
+
+def test_runs_are_in_the_folder_that_the_environment_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TANDEM_RUNS", str(tmp_path))
+    assert run_folder("abc").path == tmp_path / "abc"
+    monkeypatch.setenv("TANDEM_RUNS", "")
+    assert run_folder("abc").path == Path.cwd() / "runs/abc"
+
+
+def test_a_node_that_does_not_see_the_run_folder_says_so(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "abc")
+    with pytest.raises(RunError, match=r"does not see the run folder .*abc.*TANDEM_RUNS"):
+        folder.require_here()
+    folder.create()
+    folder.config.touch()
+    folder.require_here()
 
 
 def test_an_unknown_run_is_refused_with_the_known_ones(tmp_path: Path) -> None:
