@@ -80,7 +80,7 @@ def test_the_users_code_reaches_a_maker_on_another_node(
     cluster: JobCluster, trained: subprocess.CompletedProcess[str]
 ) -> None:
     nodes = {actor["name"]: actor["node"] for actor in state_of(cluster, "tiny")["actors"]}
-    assert nodes["maker/reward/0"] != nodes["maker/rollout/0"] == nodes["trainer/policy"]
+    assert nodes["maker/reward/0"] != nodes["maker/rollout/0"]
     assert [step["reward/mean"] for step in lines(cluster.runs / "tiny" / "metrics.jsonl")] == [1.0, 1.0]
 
 
