@@ -161,7 +161,7 @@ class RewardMaker(Strict):
     resources: Resources = Resources(cpus=0.1)
     functions: list[RewardFunction] = Field(min_length=1)
     workers: int = Field(1, ge=1, description="Processes that call reward functions in one maker.")
-    slots: int = Field(16, ge=1, description="Rows scored at once by one maker.")
+    slots: int = Field(8, ge=1, description="Rows scored at once by one maker.")
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
 
 
