@@ -42,6 +42,7 @@ KNOBS = {
     "reward": "add reward replicas or raise their workers (makers.*.workers), or make the functions faster",
     "sync": "publish less often (raise weights.every)",
 }
+RARER_CHECKPOINTS = "write checkpoints less often (raise checkpoint.every)"
 OVERLAP = "raise buffer.max_staleness, so that making and training go on at the same time"
 
 
@@ -52,6 +53,7 @@ class Shares:
     train: float
     wait: float  # the trainer, for rows
     publish: float  # the trainer, for the export copy
+    checkpoint: float  # the trainer, until it is written
     generate: float  # mean over rollout makers
     score: float  # mean over reward processes
     sync: float  # mean over rollout makers: paused for new weights
@@ -65,6 +67,8 @@ def bound_by(shares: Shares) -> tuple[str, str]:
     """
     sync = max(shares.publish, shares.sync)
     if shares.wait < SLACK:
+        if shares.checkpoint > max(shares.train, shares.publish):
+            return "trainer", RARER_CHECKPOINTS
         bound = "sync" if shares.publish > shares.train else "trainer"
         return bound, KNOBS[bound]
     busy = {"maker": shares.generate, "reward": shares.score, "trainer": shares.train, "sync": sync}
@@ -121,7 +125,7 @@ class MetricsBuilder:
     def _bound(self, seconds: Mapping[str, float], work: MakerWork) -> tuple[str | None, str | None]:
         """Over the window. A step in which makers also evaluated says nothing about the balance, and is left out."""
         if "evaluate" not in seconds:
-            trainer = [seconds.get(name, 0.0) for name in ("step", "train", "wait_for_batch", "publish")]
+            trainer = [seconds.get(name, 0.0) for name in ("step", "train", "wait_for_batch", "publish", "checkpoint")]
             self._window.append((*trainer, work.generate or 0.0, work.score or 0.0, work.sync_pause or 0.0))
         wall, *parts = (sum(column) for column in zip(*self._window, strict=True)) if self._window else (0.0,)
         return bound_by(Shares(*(part / wall for part in parts))) if wall > 0 else (None, None)

@@ -172,14 +172,15 @@ def test_bound_is_that_of_the_last_steps_and_leaves_out_steps_with_an_evaluation
     ("shares", "bound", "knob"),
     [
         # train, wait, publish, generate, score, sync
-        (Shares(0.95, 0.03, 0.02, 0.5, 0.1, 0.0), "trainer", "give the trainer more"),
-        (Shares(0.9, 0.05, 0.05, 1.0, 0.1, 0.0), "trainer", "give the trainer more"),
-        (Shares(0.4, 0.58, 0.02, 0.97, 0.1, 0.0), "maker", "add rollout replicas"),
-        (Shares(0.3, 0.68, 0.02, 0.5, 0.95, 0.0), "reward", "add reward replicas"),
-        (Shares(0.3, 0.05, 0.65, 0.5, 0.1, 0.1), "sync", "raise weights.every"),
-        (Shares(0.3, 0.68, 0.02, 0.35, 0.1, 0.6), "sync", "raise weights.every"),
-        (Shares(0.4, 0.58, 0.02, 0.55, 0.1, 0.0), "maker", "raise buffer.max_staleness"),
-        (Shares(0.6, 0.38, 0.02, 0.4, 0.1, 0.0), "trainer", "raise buffer.max_staleness"),
+        (Shares(0.95, 0.03, 0.02, 0.0, 0.5, 0.1, 0.0), "trainer", "give the trainer more"),
+        (Shares(0.9, 0.05, 0.05, 0.0, 1.0, 0.1, 0.0), "trainer", "give the trainer more"),
+        (Shares(0.2, 0.02, 0.08, 0.66, 0.3, 0.1, 0.0), "trainer", "raise checkpoint.every"),
+        (Shares(0.4, 0.58, 0.02, 0.0, 0.97, 0.1, 0.0), "maker", "add rollout replicas"),
+        (Shares(0.3, 0.68, 0.02, 0.0, 0.5, 0.95, 0.0), "reward", "add reward replicas"),
+        (Shares(0.3, 0.05, 0.65, 0.0, 0.5, 0.1, 0.1), "sync", "raise weights.every"),
+        (Shares(0.3, 0.68, 0.02, 0.0, 0.35, 0.1, 0.6), "sync", "raise weights.every"),
+        (Shares(0.4, 0.58, 0.02, 0.0, 0.55, 0.1, 0.0), "maker", "raise buffer.max_staleness"),
+        (Shares(0.6, 0.38, 0.02, 0.0, 0.4, 0.1, 0.0), "trainer", "raise buffer.max_staleness"),
     ],
 )
 def test_bound_names_the_part_and_the_knob(shares: Shares, bound: str, knob: str) -> None:
@@ -189,4 +190,4 @@ def test_bound_names_the_part_and_the_knob(shares: Shares, bound: str, knob: str
 
 
 def test_saturated_part_is_not_blamed_on_staleness() -> None:
-    assert "max_staleness" not in bound_by(Shares(0.4, 0.58, 0.02, 0.97, 0.1, 0.0))[1]
+    assert "max_staleness" not in bound_by(Shares(0.4, 0.58, 0.02, 0.0, 0.97, 0.1, 0.0))[1]
