@@ -37,7 +37,7 @@ class BufferConfig(Strict):
         3, ge=1, description="Failed leases (not data) of one stage of one row before the run ends."
     )
     max_data_failures: int = Field(
-        64,
+        16,
         ge=0,
         description="Rows in a row (without one complete between them) that may fail as data before the run ends.",
     )

@@ -30,6 +30,7 @@ NOT_EXTRA = {
     "enable_sleep_mode",
 }
 DATA_PARALLEL = "data_parallel"  # how all of vLLM's arguments for it begin
+MORE_REPLICAS = "data parallelism is several makers, raise `replicas` of the group"
 
 
 class ReasoningGymPrompts(Strict):
@@ -109,9 +110,7 @@ class VllmEngine(Strict):
         if taken := sorted(NOT_EXTRA & extra.keys()):
             raise ValueError(f"{', '.join(taken)}: set by Tandem, or a setting of its own beside `extra`")
         if parallel := sorted(key for key in extra if key.startswith(DATA_PARALLEL)):
-            raise ValueError(
-                f"{', '.join(parallel)}: data parallelism is several makers, raise `replicas` of the group"
-            )
+            raise ValueError(f"{', '.join(parallel)}: {MORE_REPLICAS}")
         return extra
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=_heed_ctrl_c,  # noqa: PLW1509
         )
 
     def __enter__(self) -> subprocess.Popen[str]:
@@ -53,6 +55,11 @@ class Command:
     def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.wait(timeout=10)
+
+
+def _heed_ctrl_c() -> None:
+    """It is ignored in a background job, and so in all that one starts: these tests may be one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def status(folder: Path, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,12 @@ import ray
 
 from buffer.records import InfraFailure, MakerInfo, Prompt, SampledRow
 from topology.config import RunConfig
+from topology.handles import Peer, RayExporter, RayMaker, RayWeightClient
 from topology.names import log_file, namespace_of
 from topology.placement import release
 from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
-    from topology.handles import RayExporter
     from trainers.learner import Rendezvous
 
 
@@ -82,14 +82,19 @@ class Shell:
     async def hold(self) -> None:
         """Called by the supervisor. Without it nobody would end this process, in a cluster that is not the run's own."""
         try:
-            await self.peer("supervisor").hold.remote()
+            await self.actor("supervisor").hold.remote()
         except ray.exceptions.RayActorError:
             logging.getLogger(self.identity.name).error("the supervisor is gone: ending")
             release(self.identity.namespace)
             os._exit(1)
 
-    def peer(self, name: str) -> Any:
+    def actor(self, name: str) -> Any:
+        """The actor of this name that is there now."""
         return ray.get_actor(name, namespace=self.identity.namespace)
+
+    def peer(self, name: str) -> Peer:
+        """Whatever actor has this name when it is called."""
+        return Peer(name, self.identity.namespace)
 
 
 def _show_devices(devices: str) -> None:
@@ -126,9 +131,7 @@ class WeightsActor(Shell):
         self._exporter: RayExporter | None = None
 
     async def connect(self, ranks: Sequence[str], buckets: int) -> None:
-        from topology.handles import RayExporter
-
-        self._exporter = RayExporter([self.peer(rank) for rank in ranks], buckets, self.config.weights.timeout)
+        self._exporter = RayExporter([self.actor(rank) for rank in ranks], buckets, self.config.weights.timeout)
 
     async def publish(self, version: int) -> None:
         assert self._exporter is not None, "publish before connect"
@@ -168,9 +171,7 @@ class BufferActor(Shell):
         )
 
     async def attach(self, info: MakerInfo) -> None:
-        from topology.handles import RayMaker
-
-        self._buffer.attach(RayMaker(info, self.peer(info.name)))
+        self._buffer.attach(RayMaker(info, self.actor(info.name)))
 
     async def maker_died(self, name: str, cause: str) -> None:
         self._buffer.maker_died(name, cause)
@@ -193,12 +194,8 @@ class BufferActor(Shell):
     async def dropped(self, row_ids: Sequence[int], reason: str) -> None:
         self._buffer.dropped(row_ids, reason)
 
-    async def evaluate(
-        self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float
-    ) -> Any:
-        return await self._buffer.evaluate(
-            prompts, samples=samples, min_version=min_version, seed=seed, timeout=timeout
-        )
+    async def evaluate(self, prompts: Sequence[Prompt], settings: Mapping[str, int], timeout: float) -> Any:
+        return await self._buffer.evaluate(prompts, **settings, timeout=timeout)
 
     async def status(self) -> dict[str, Any]:
         return self._buffer.status()
@@ -218,7 +215,6 @@ class MakerActor(Shell):
     async def start(self) -> MakerInfo:
         from makers.factory import build_maker
         from topology.bundles import makers_in_turns
-        from topology.handles import RayWeightClient
         from topology.models import resolve_model
         from topology.roles import model_of, stage_of
 

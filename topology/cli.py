@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from topology.config import ConfigError
+from topology.interrupts import interrupt_as_usual, interrupt_once
 from topology.runs import ENDED, RUNS, RunError, all_runs, existing_run
 
 app = typer.Typer(
@@ -54,9 +54,10 @@ def run(
     The run lives in the folder runs/NAME ($TANDEM_RUNS/NAME where that is set) and outlives this command; where no
     terminal can answer, Ctrl-C stops it, and so does the SIGTERM of whoever ends the command.
     """
-    from topology import launch
-
+    interrupt_once()
     with errors():
+        from topology import launch
+
         with err.status("checking the config, preparing the model ..."):
             prepared = launch.prepare(config, overrides or (), name)
         with err.status(f"starting {len(prepared.plan.actors)} actors ..."):
@@ -67,9 +68,10 @@ def run(
 @app.command()
 def resume(run_dir: Name, overrides: Overrides = None, detach: Detach = False) -> None:
     """Go on from the newest checkpoint of an ended run."""
-    from topology import launch
-
+    interrupt_once()
     with errors():
+        from topology import launch
+
         with err.status("reading the checkpoint, starting ..."):
             started = launch.resume(existing_run(run_dir).path, overrides or ())
         _after_start(started, detach)
@@ -197,8 +199,8 @@ def _after_start(started: Any, detach: bool) -> None:
     if detach:
         out.print(f"run {started.name} goes on by itself: tandem status {started.folder.path} --watch")
         return
-    if not sys.stdin.isatty():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a batch system or a job server: as Ctrl-C
+    if sys.stdin.isatty():
+        interrupt_as_usual()  # the run outlives this command, and Ctrl-C asks
     ended = _follow(started, lambda: _ask_to_stop(started))
     if ended is not None:
         _finish(started, ended)

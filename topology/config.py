@@ -16,8 +16,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from buffer.config import BufferConfig, Strict
-from makers.config import MakerConfig, ModelConfig, PromptsConfig
-from trainers.config import MetricsConfig, TrainersConfig
+from makers.config import DATA_PARALLEL, MORE_REPLICAS, MakerConfig, ModelConfig, PromptsConfig
+from trainers.config import NOT_OFFERED, MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -210,7 +210,7 @@ def _describe(problem: Any, data: Any) -> str:
     where = ".".join(str(part) for part in path) or "(top level)"
     kind, given = problem["type"], problem.get("input")
     if kind == "extra_forbidden":
-        return f"{where}: unknown key{_nearest(str(path[-1]))}"
+        return f"{where}: {_unknown([str(part) for part in path])}"
     if kind == "missing":
         return f"{where}: missing"
     if kind == "model_type":
@@ -223,6 +223,18 @@ def _describe(problem: Any, data: Any) -> str:
         expected = problem.get("ctx", {}).get("expected_tags", "").replace(", 'custom'", "")
         return f"{where}: unknown kind or type{'' if not expected else f'; known: {expected}'}, or package.module:Name"
     return f"{where}: {message} (given: {_shown(given)})"
+
+
+def _unknown(path: list[str]) -> str:
+    """What users of other systems look for gets the reason why it is not here, and what to do instead."""
+    *parents, key = path
+    if "backend" in parents:
+        for words, reason in NOT_OFFERED.items():
+            if any(word in key for word in words):
+                return f"not offered: {reason}"
+    if "engine" in parents and key.startswith(DATA_PARALLEL):
+        return f"not offered: {MORE_REPLICAS}"
+    return f"unknown key{_nearest(key)}"
 
 
 def _shown(given: Any) -> str:

@@ -7,6 +7,7 @@ comes back, so rows live in the buffer's ownership and weights in the store's, w
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from weights.manifest import Manifest
 
 T = TypeVar("T")
 FOREVER = float("inf")
+AGAIN = 0.2  # seconds between two looks for an actor that was lost
 MARGIN = 10.0  # seconds a call may take beyond the deadline that the callee itself keeps
 
 
@@ -59,6 +61,41 @@ def death_cause(error: RayError) -> str:
     return lines[0]
 
 
+class Peer:
+    """A named actor of the run, for calls that bear being made twice.
+
+    A call that meets a dead actor looks the name up again until its deadline: the actor may be made anew meanwhile. What
+    such a call had done before the death it may do once more.
+    """
+
+    def __init__(self, name: str, namespace: str) -> None:
+        self.name = name
+        self._namespace = namespace
+        self._actor: ActorHandle | None = None
+
+    async def call(self, method: str, *args: Any, timeout: float, what: str | None = None, **named: Any) -> Any:
+        """Raises TimeoutError, and ActorLost if no actor of the name answered until then."""
+        asked = what or f"{self.name}: {method}"
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                answer = getattr(self._found(), method).remote(*args, **named)
+                return await call(answer, deadline - time.monotonic(), asked)
+            except ActorLost:
+                self._actor = None
+                if time.monotonic() + AGAIN >= deadline:
+                    raise
+                await asyncio.sleep(AGAIN)
+
+    def _found(self) -> ActorHandle:
+        if self._actor is None:
+            try:
+                self._actor = ray.get_actor(self.name, namespace=self._namespace)
+            except ValueError:
+                raise ActorLost(f"{self.name}: there is no such actor") from None
+        return self._actor
+
+
 class RayMaker:
     """The buffer's view of a maker: implements `buffer.dispatcher.MakerHandle`."""
 
@@ -94,17 +131,17 @@ async def _look_at(failed: Any) -> None:
 class RayWeightClient:
     """A maker's view of the weight store: implements `weights.client.WeightClient`."""
 
-    def __init__(self, store: ActorHandle, timeout: float) -> None:
+    def __init__(self, store: Peer, timeout: float) -> None:
         self._store = store
         self._timeout = timeout
 
     async def wait_newer(self, than: int, timeout: float) -> int:
-        return await call(
-            self._store.wait_newer.remote(than, timeout), timeout + MARGIN, "weights: wait for a newer version"
+        return await self._store.call(
+            "wait_newer", than, timeout, timeout=timeout + MARGIN, what="weights: wait for a newer version"
         )
 
     async def pull(self, version: int | None = None) -> tuple[Manifest, list[Any]]:
-        manifest, references = await call(self._store.get.remote(version), self._timeout, "weights: get a version")
+        manifest, references = await self._store.call("get", version, timeout=self._timeout)
         buckets = await call(asyncio.gather(*references), self._timeout, f"weights: pull version {manifest.version}")
         return manifest, list(buckets)
 
@@ -171,14 +208,14 @@ class RayCritic:
 
 
 class RayRows:
-    """A trainer's view of the buffer: implements `trainers.trainer.RowSource`."""
+    """A trainer's view of the buffer: implements `trainers.ports.RowSource`."""
 
-    def __init__(self, buffer: ActorHandle, timeout: float) -> None:
+    def __init__(self, buffer: Peer, timeout: float) -> None:
         self._buffer = buffer
         self._timeout = timeout
 
     async def sample(self, groups: int, timeout: float) -> list[SampledRow]:
-        return await call(self._buffer.sample.remote(groups, timeout), timeout + MARGIN, "buffer: sample")
+        return await self._buffer.call("sample", groups, timeout, timeout=timeout + MARGIN)
 
     async def fetch(self, reference: Any) -> Any:
         return await call(reference, self._timeout, "buffer: fetch of a column")
@@ -193,7 +230,7 @@ class RayRows:
         await self._call("published", version)
 
     async def unroute(self, makers: Sequence[str]) -> None:
-        await call(self._buffer.unroute.remote(list(makers)), FOREVER, "buffer: unroute")  # each row has its deadline
+        await self._buffer.call("unroute", list(makers), timeout=FOREVER)  # each row has its deadline
 
     async def route(self, makers: Sequence[str]) -> None:
         await self._call("route", list(makers))
@@ -207,37 +244,36 @@ class RayRows:
     async def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float
     ) -> EvaluationResult:
-        answer = self._buffer.evaluate.remote(
-            list(prompts), samples=samples, min_version=min_version, seed=seed, timeout=timeout
-        )
-        return await call(answer, timeout + MARGIN, "buffer: evaluation")
+        settings = {"samples": samples, "min_version": min_version, "seed": seed}
+        limits = {"timeout": timeout + MARGIN, "what": "buffer: evaluation"}
+        return await self._buffer.call("evaluate", list(prompts), settings, timeout, **limits)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        return await call(getattr(self._buffer, method).remote(*args), self._timeout, f"buffer: {method}")
+        return await self._buffer.call(method, *args, timeout=self._timeout)
 
 
 class RaySleeper:
     """A maker that shares its devices: implements `trainers.turns.Sleeper`."""
 
-    def __init__(self, name: str, actor: ActorHandle, level: int, timeout: float) -> None:
-        self.name = name
-        self._actor = actor
+    def __init__(self, maker: Peer, level: int, timeout: float) -> None:
+        self.name = maker.name
+        self._maker = maker
         self._level = level
         self._timeout = timeout
 
     async def sleep(self) -> None:
-        await call(self._actor.sleep.remote(self._level), self._timeout, f"{self.name}: sleep")
+        await self._maker.call("sleep", self._level, timeout=self._timeout)
 
     async def wake(self) -> None:
-        await call(self._actor.wake.remote(), self._timeout, f"{self.name}: wake")
+        await self._maker.call("wake", timeout=self._timeout)
 
 
 class RayPublisher:
     """A trainer's view of the weight store."""
 
-    def __init__(self, store: ActorHandle, timeout: float) -> None:
+    def __init__(self, store: Peer, timeout: float) -> None:
         self._store = store
         self._timeout = timeout
 
     async def publish(self, version: int) -> None:
-        await call(self._store.publish.remote(version), self._timeout + MARGIN, f"weights: publish version {version}")
+        await self._store.call("publish", version, timeout=self._timeout + MARGIN)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from topology.config import ConfigError, RunConfig
+from topology.interrupts import kept_sigterm
 from topology.keeper import cluster_environment
 from topology.runs import RunError, RunFolder
 
 HOST_AND_PORT = r"[^/]+:\d+"
+KNOCK = 5.0  # seconds a head has to accept a connection
 OWN = "local"  # how Ray's own tools write it
 
 
@@ -35,19 +38,26 @@ def cluster_address(config: RunConfig) -> str | None:
             f"{key}: {address!r} is not the address of a cluster: give host:port of its head, as `ray start --head` prints "
             f"it, or {'unset it' if key == 'RAY_ADDRESS' else 'leave it out'}, and the run starts a cluster of its own"
         )
+    unread = [name for name in ("cpus", "gpus") if getattr(config.cluster, name) is not None]
+    if unread:
+        raise ConfigError(
+            f"cluster.{unread[0]}: read only for a cluster of the run's own, but {key} is {address}: remove one of the two"
+        )
     return address
 
 
 @contextmanager
 def connected(folder: RunFolder | None, address: str, own: bool) -> Iterator[Any]:
     """Join a cluster for a few calls. With `own`, with the run's token; else with the user's own Ray settings."""
+    _knock(address)
     with _environment(cluster_environment(folder) if own and folder is not None else {}):
         import ray
         from ray._raylet import AuthenticationTokenLoader
 
         AuthenticationTokenLoader.instance().reset_cache()  # a process may join one run after another, each with its token
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            with kept_sigterm():  # Ray takes it when it joins, and resets it when it leaves
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
         except ConnectionError as error:
             raise RunError(
                 f"cannot reach the cluster at {address} (is it up, and is its token set?): {error}"
@@ -57,7 +67,17 @@ def connected(folder: RunFolder | None, address: str, own: bool) -> Iterator[Any
         except ray.exceptions.RayError as error:
             raise RunError(f"the cluster at {address} failed: {_first_line(error)}") from error
         finally:
-            ray.shutdown()
+            with kept_sigterm():
+                ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise RunError if nobody listens there: Ray would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK).close()
+    except (OSError, OverflowError) as error:  # the latter for a port above 65535
+        raise RunError(f"nobody answers at {address}, the address of the run's cluster: {error}") from None
 
 
 @contextmanager

@@ -25,6 +25,8 @@ import psutil
 from topology.runs import ENDED, SILENCE, RunFolder, read_json, write_json
 
 GRACE = 2.0  # seconds between the run's last word and the end of its cluster: readers of actors finish
+HEAD_START = 120.0  # seconds a cluster may take to start; Ray gives up after 30 s, a busy machine needs another try
+ADDRESS = "ray_current_cluster"  # the file in which `ray start` leaves it
 PR_SET_PDEATHSIG = 1
 
 
@@ -35,6 +37,16 @@ def start_keeper(folder: RunFolder, *, cpus: int, gpus: int | None, object_store
     log = (folder.logs / "cluster.log").open("ab")
     with log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+
+def end_keeper(keeper: subprocess.Popen[bytes]) -> None:
+    """End it, and thereby the cluster, by id."""
+    keeper.terminate()
+    try:
+        keeper.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        keeper.kill()  # the kernel ends the head
+        keeper.wait(timeout=10)
 
 
 def cluster_environment(folder: RunFolder) -> dict[str, str]:
@@ -71,14 +83,13 @@ class Keeper:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self.told_to_stop.set())
         signal.signal(signal.SIGINT, lambda *_: self.told_to_stop.set())
-        head = subprocess.Popen(
-            self.command,
-            env={**os.environ, **cluster_environment(self.folder)},
-            stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509  (this process has one thread)
-        )
+        head = self._start_head()
         try:
-            self._announce(head)
+            while (
+                not self._announce(head) and time.time() - self.started < HEAD_START and not self.told_to_stop.is_set()
+            ):
+                end_cluster(head)
+                head = self._start_head()
             cause = self._watch(head)
             if cause is not None:
                 self._write_failure(cause)
@@ -86,21 +97,30 @@ class Keeper:
             end_cluster(head)
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def _announce(self, head: subprocess.Popen[bytes]) -> None:
-        """Write cluster.json once the head has told its address; `_watch` says so if it never does."""
-        address_file = self.temporary / "ray_current_cluster"
+    def _start_head(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.command,
+            env={**os.environ, **cluster_environment(self.folder)},
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509  (this process has one thread)
+        )
+
+    def _announce(self, head: subprocess.Popen[bytes]) -> bool:
+        """Write cluster.json once the head has told its address; false if it ends before, or is late."""
+        address_file = self.temporary / ADDRESS
         while not (address_file.exists() and address_file.read_text().strip()):
-            late = time.time() - self.started > SILENCE
-            if late or head.poll() is not None or self.told_to_stop.wait(0.05):
-                return
+            if time.time() - self.started > HEAD_START or head.poll() is not None or self.told_to_stop.wait(0.05):
+                return False
         me = psutil.Process()
         write_json(
             self.folder.cluster_file,
             {"address": address_file.read_text().strip(), "keeper": me.pid, "keeper_started": me.create_time()},
         )
+        return True
 
     def _watch(self, head: subprocess.Popen[bytes]) -> str | None:
         """Wait for the end of the run, of the head, or of the supervisor's patience; the cause if it is a failure."""
+        since = time.time()
         while not self.told_to_stop.wait(0.5):
             status = read_json(self.folder.status_file)
             if status is not None and status["state"] in ENDED:
@@ -108,8 +128,8 @@ class Keeper:
                 return None
             if head.poll() is not None:
                 return f"the run's Ray cluster ended with exit code {head.returncode}: see logs/cluster.log"
-            last = self.folder.status_file.stat().st_mtime if status is not None else self.started
-            if time.time() - last > SILENCE:
+            last = self.folder.status_file.stat().st_mtime if status is not None else since
+            if time.time() - max(last, since) > SILENCE:
                 return f"the supervisor has been silent for {SILENCE:.0f} s: see logs/supervisor.log"
         return None
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from topology.bundles import Node
 from topology.capacity import Capacity
 from topology.config import ConfigError, RunConfig, dump_config, load_config
 from topology.joining import cluster_address, connected
-from topology.keeper import start_keeper
+from topology.keeper import HEAD_START, end_keeper, start_keeper
 from topology.members import snapshot
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.names import namespace_of
@@ -338,32 +338,45 @@ def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, A
     config = prepared.config
     folder.config.write_text(dump_config(config))
     own = prepared.address is None
-    keeper = None
     first_step = 0 if checkpoint is None else checkpoint["step"]
     status = snapshot(config, {}, state="starting", cause=None, folder=str(folder.path), first_step=first_step)
     folder.write_starting(status)
+    keeper, supervisor = None, None
     try:
         if own:
             folder.write_token()
             keeper = _start_cluster(prepared, folder)
-            wait_for_file(folder.cluster_file, CONNECT, lambda: keeper.poll() is None, "the run's Ray cluster")
+            wait_for_file(
+                folder.cluster_file, HEAD_START + CONNECT, lambda: keeper.poll() is None, "the run's Ray cluster"
+            )
         else:
             write_json(folder.cluster_file, {"address": prepared.address, "keeper": None})
         address = read_json(folder.cluster_file)["address"]
         with connected(folder, address, own=own) as ray:
-            _create_supervisor(ray, prepared, folder, checkpoint)
+            supervisor = _create_supervisor(ray, prepared, folder, checkpoint)
+            ray.get(supervisor.start.remote(), timeout=CONNECT)
     except BaseException as error:
-        if keeper is not None:
-            keeper.terminate()
-            keeper.wait(timeout=30)
         state, cause = "failed", f"start: {str(error) or type(error).__name__}"
         if isinstance(error, KeyboardInterrupt):
             state, cause = "stopped", "interrupted before it had started"
-        write_json(folder.status_file, {**status, "state": state, "cause": cause})
+        try:
+            if keeper is not None:
+                end_keeper(keeper)
+            elif supervisor is not None:
+                _end_supervisor(folder)
+        finally:
+            write_json(folder.status_file, {**status, "state": state, "cause": cause})
         if isinstance(error, (RuntimeError, TimeoutError, ConnectionError)):
-            raise RunError(f"run {folder.name} could not be started: {error}; see {folder.logs}/cluster.log") from error
+            raise RunError(f"run {folder.name} could not be started: {error}; {_last_words(folder)}") from error
         raise
     return Run(folder)
+
+
+def _last_words(folder: RunFolder) -> str:
+    """Where the log of the run's own cluster is, and how it ends."""
+    log = folder.logs / "cluster.log"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    return f"see {log}" + (f", which ends with: {lines[-1].strip()}" if lines else "")
 
 
 def _start_cluster(prepared: Prepared, folder: RunFolder) -> Any:
@@ -373,7 +386,7 @@ def _start_cluster(prepared: Prepared, folder: RunFolder) -> Any:
     return start_keeper(folder, cpus=cpus, gpus=cluster.gpus, object_store_bytes=store)
 
 
-def _create_supervisor(ray: Any, prepared: Prepared, folder: RunFolder, checkpoint: dict[str, Any] | None) -> None:
+def _create_supervisor(ray: Any, prepared: Prepared, folder: RunFolder, checkpoint: dict[str, Any] | None) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from topology.actors import Identity
@@ -405,8 +418,16 @@ def _create_supervisor(ray: Any, prepared: Prepared, folder: RunFolder, checkpoi
             f"run name `{folder.name}` is in use on the cluster at {prepared.address}: choose another with --name, or stop "
             "that run"
         ) from error
-    try:
-        ray.get(actor.start.remote(), timeout=CONNECT)
-    except BaseException:
-        ray.kill(actor)  # detached: it would stay for ever in a cluster that is not the run's own
-        raise
+    return actor
+
+
+def _end_supervisor(folder: RunFolder) -> None:
+    """It is detached: with all that it has started it would stay for ever in a cluster that is not the run's own."""
+    with suppress(Exception), Run(folder)._supervisor() as supervisor:
+        import ray
+
+        try:
+            ray.get(supervisor.stop.remote(True), timeout=CONNECT)
+            ray.get(supervisor.hold.remote(), timeout=CONNECT)  # fails when it has ended
+        finally:
+            ray.kill(supervisor)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from topology.bundles import makers_in_turns, trainers_in_turns
-from topology.handles import RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
+from topology.handles import Peer, RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
 from topology.roles import CRITIC, POLICY, maker_names, max_response_tokens, rank_names
 from topology.runs import RunFolder
@@ -43,7 +43,7 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
         ranks=group,
         rows=rows,
         weights=RayPublisher(shell.peer("weights"), config.weights.timeout),
-        makers=MakerStatuses({name: shell.peer(name) for name in makers}),
+        makers=MakerStatuses([shell.peer(name) for name in makers]),
         recorder=open_recorder(
             folder.path, config.metrics, name=config.name, run_config=config.model_dump(mode="json")
         ),
@@ -54,7 +54,7 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
         max_age=worst_case_staleness(config),
         critic=None
         if config.trainers.critic is None
-        else RayCritic(shell.peer(f"trainer/{CRITIC}"), config.limits.step),
+        else RayCritic(shell.actor(f"trainer/{CRITIC}"), config.limits.step),
         evaluation=_evaluation(config),
         rows_writer=writer,
         turns=_turns(shell, rows, group),
@@ -68,14 +68,12 @@ def build_critic(shell: Any, ranks: Sequence[str]) -> Critic:
 
 
 def _group(shell: Any, ranks: Sequence[str]) -> RankGroup:
-    return RankGroup([RayWorker(name, shell.peer(name)) for name in ranks], shell.config.limits.step)
+    return RankGroup([RayWorker(name, shell.actor(name)) for name in ranks], shell.config.limits.step)
 
 
 def _turns(shell: Any, rows: RayRows, policy: RankGroup) -> Turns | None:
     config, limit = shell.config, shell.config.limits.step
-    makers = [
-        RaySleeper(name, shell.peer(name), config.placement.sleep_level, limit) for name in makers_in_turns(config)
-    ]
+    makers = [RaySleeper(shell.peer(name), config.placement.sleep_level, limit) for name in makers_in_turns(config)]
     if not makers:
         return None
     sharing = [
@@ -88,15 +86,15 @@ def _turns(shell: Any, rows: RayRows, policy: RankGroup) -> Turns | None:
 class MakerStatuses:
     """Statuses of all makers by name; of one that is busy or gone, its last."""
 
-    def __init__(self, actors: dict[str, Any]) -> None:
-        self._actors = actors
+    def __init__(self, makers: Sequence[Peer]) -> None:
+        self._makers = makers
         self._last: dict[str, dict[str, Any]] = {}
 
     async def __call__(self) -> dict[str, dict[str, Any]]:
-        async def ask(name: str, actor: Any) -> None:
-            self._last[name] = await asyncio.wait_for(actor.status.remote(), MAKER_STATUS)
+        async def ask(maker: Peer) -> None:
+            self._last[maker.name] = await maker.call("status", timeout=MAKER_STATUS)
 
-        asked = [ask(name, actor) for name, actor in self._actors.items()]
+        asked = [ask(maker) for maker in self._makers]
         await asyncio.gather(*asked, return_exceptions=True)  # the supervisor is who watches over makers
         return dict(self._last)
 

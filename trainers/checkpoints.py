@@ -96,6 +96,7 @@ class Checkpointer:
 
     def _prune(self, newest: str) -> None:
         others = [path for path in _complete(self.folder) if path.name != newest]
+        others.sort(key=lambda path: path.name < newest)  # first those from which the run has gone back
         for path in others[: max(0, len(others) - self.keep + 1)]:
             shutil.rmtree(path, ignore_errors=True)  # a folder that cannot be removed costs space, not the run
 

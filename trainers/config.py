@@ -91,6 +91,22 @@ class ValueRegression(Strict):
     )
 
 
+# Words in keys that users of Megatron know, and why no backend has them.
+NOT_OFFERED = {
+    ("virtual_pipeline", "interleaved"): (
+        "the interleaved pipeline schedule mixes up its messages where ranks talk through gloo, so it could not be tested; "
+        "more micro-batches (a smaller micro_batch_tokens) shorten the pipeline's bubble as well"
+    ),
+    ("grouped_gemm",): (
+        "it needs TransformerEngine's grouped GEMM, which has no build for CPUs; experts are computed one after another"
+    ),
+    ("expert_tensor_parallel",): (
+        "tensor-parallel experts beside expert_parallel gather pieces of unequal size, which gloo cannot; with "
+        "expert_parallel every expert is whole, without it tensor_parallel splits each"
+    ),
+}
+
+
 class MegatronBackend(Strict):
     type: Literal["megatron"]
     tensor_parallel: int = Field(1, ge=1)

@@ -25,7 +25,7 @@ from buffer.records import MakerInfo
 from topology.actors import Identity, WeightsActor
 from topology.config import RunConfig, parse_config
 from topology.groups import DeviceGroup, Resources, groups
-from topology.handles import RayRows
+from topology.handles import Peer, RayRows
 from topology.names import namespace_of
 
 GROUPS = 64  # rows of one step
@@ -38,8 +38,8 @@ MIB = 1 << 20
 class Tandem:
     """The consumer as a trainer is one: samples, fetches, trains, publishes a version after each step."""
 
-    def __init__(self, caller: Any, ranks: Any | None = None) -> None:
-        self._rows = RayRows(caller, SECONDS)
+    def __init__(self, buffer: Peer, ranks: Any | None = None) -> None:
+        self._rows = RayRows(buffer, SECONDS)
         self._ranks = ranks
         self._step = 0
 
@@ -101,7 +101,7 @@ def config_of(name: str, folder: Path) -> RunConfig:
 
 
 @asynccontextmanager
-async def actors(makers: int, folder: Path) -> AsyncIterator[Any]:
+async def actors(makers: int, folder: Path) -> AsyncIterator[tuple[Peer, Any]]:
     """The buffer's actor with so many makers of each stage attached."""
     name = f"makers-{makers}"
     config, hosts = config_of(name, folder), min(makers, HOSTS)
@@ -126,13 +126,13 @@ async def actors(makers: int, folder: Path) -> AsyncIterator[Any]:
                 await caller.attach_hosted.remote(info, labels[number % hosts])
         await caller.published.remote(0)
         await caller.bare_start.remote(list(zip(*names.values(), strict=True)), 2 * GROUPS)
-        yield caller
+        yield Peer("buffer", namespace_of(name)), caller
     finally:
         for actor in (*handles, caller, weights):
             ray.kill(actor)
 
 
-async def main() -> None:
+async def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--makers", type=int, nargs="*", default=[])
     parser.add_argument("--ranks", type=int, nargs="*", default=[])
@@ -147,14 +147,14 @@ async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         for _ in range(args.passes):
             for makers, found in rates["makers"].items():
-                async with actors(makers, Path(folder)) as caller:
-                    sides = {"tandem": Tandem(caller), "bare": Bare(caller)}
+                async with actors(makers, Path(folder)) as (buffer, caller):
+                    sides = {"tandem": Tandem(buffer), "bare": Bare(caller)}
                     await measure(sides, found, args.rounds, args.steps)
             for ranks, found in rates["ranks"].items():
-                async with actors(HOSTS, Path(folder)) as caller:
+                async with actors(HOSTS, Path(folder)) as (buffer, _):
                     with groups(DeviceGroup("ranks", ranks, Resources(cpus=0))):
-                        await measure({"tandem": Tandem(caller, Rank())}, found, args.rounds, args.steps)
-    print(json.dumps(rates), flush=True)
+                        await measure({"tandem": Tandem(buffer, Rank())}, found, args.rounds, args.steps)
+    return rates
 
 
 async def measure(sides: dict[str, Any], rates: dict[str, list[float]], rounds: int, steps: int) -> None:
@@ -166,4 +166,6 @@ async def measure(sides: dict[str, Any], rates: dict[str, list[float]], rounds: 
 
 if __name__ == "__main__":
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
-    asyncio.run(main())
+    answer = asyncio.run(main())
+    ray.shutdown()  # what Ray has to say of its processes comes before the answer
+    print(json.dumps(answer), flush=True)

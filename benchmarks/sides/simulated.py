@@ -72,11 +72,11 @@ class CallerActor(BufferActor):
     """Also makes the bare calls: one at a time in each slot, a row at a time, as many rows ahead as the buffer admits."""
 
     async def attach_hosted(self, info: MakerInfo, host: str) -> None:
-        self._buffer.attach(RayMaker(info, self.peer(host)))
+        self._buffer.attach(RayMaker(info, self.actor(host)))
 
     async def bare_start(self, hosts: Sequence[tuple[str, str]], ahead: int) -> None:
         self._room, self._made = asyncio.Semaphore(ahead), asyncio.Queue[dict[str, Any]]()
-        pairs = [[self.peer(name).bare.options(num_returns=2) for name in pair] for pair in hosts]
+        pairs = [[self.actor(name).bare.options(num_returns=2) for name in pair] for pair in hosts]
         self._loops = [asyncio.create_task(self._bare(*pair)) for pair in pairs for _ in range(SLOTS)]
 
     async def _bare(self, rollout: Any, reward: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,25 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(workplace: Path) -> None:
     assert "Traceback" not in output
     assert status(workplace, "early")["state"] == "stopped"
     assert_nothing_left(workplace / "runs/early")
+
+
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_two_sigterms_in_a_row_stop_the_run_as_one_does(workplace: Path, when: str) -> None:
+    name = f"twice-{when}"
+    run = workplace / "runs" / name
+    with Command(workplace, "run", TINY, "--name", name, "--set", "trainers.policy.steps=100000") as process:
+        wait_for(lambda: processes_of(run), 60, "a process of the run")
+        if when == "running":
+            wait_for(lambda: (read_json(run / "status.json") or {}).get("step"), 120, "a step")
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    assert "interrupted" in output
+    assert "Traceback" not in output
+    assert status(workplace, name)["state"] == "stopped"
+    assert_nothing_left(run)
 
 
 # --- a full disk, a killed command, Ctrl-C ----------------------------------------------------------------------------

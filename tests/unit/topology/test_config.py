@@ -42,6 +42,19 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path) -> Non
         ("name=../elsewhere", "name: lower-case letters, digits, dot, dash"),
         ("model.path=[1]", "model.path: Input should be a valid string (given: [1])"),
         ("colour=blue", "colour: unknown key"),
+        (
+            "trainers.policy.backend.virtual_pipeline_model_parallel_size=2",
+            "trainers.policy.backend.virtual_pipeline_model_parallel_size: not offered: the interleaved pipeline schedule",
+        ),
+        ("trainers.policy.backend.moe_grouped_gemm=true", "backend.moe_grouped_gemm: not offered: it needs"),
+        (
+            "trainers.policy.backend.expert_tensor_parallel=2",
+            "backend.expert_tensor_parallel: not offered: tensor-parallel experts beside expert_parallel",
+        ),
+        (
+            "makers.rollout.engine.data_parallel=2",
+            "makers.rollout.engine.data_parallel: not offered: data parallelism is several makers, raise `replicas`",
+        ),
         ("makers={}", "makers: Dictionary should have at least 1 item"),
     ],
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from tests.command_line import TINY
 from topology.config import ConfigError, RunConfig, load_config
-from topology.joining import cluster_address
+from topology.joining import cluster_address, connected
+from topology.runs import RunError
 
 
 def config(address: str | None = None) -> RunConfig:
@@ -42,3 +45,21 @@ def test_what_names_no_head_is_refused_with_the_place_it_came_from(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS: .*host:port.*unset it"):
         cluster_address(config())
+
+
+def test_the_size_of_an_own_cluster_is_refused_where_the_environment_names_one_to_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    with pytest.raises(ConfigError, match=r"cluster\.cpus: read only .* RAY_ADDRESS is head:6379"):
+        cluster_address(load_config(TINY, ("cluster.cpus=4",)))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", None), ("no-such-host.invalid", 6379), ("127.0.0.1", 70000)])
+def test_an_address_at_which_nobody_listens_is_told_in_seconds(host: str, port: int | None) -> None:
+    with socket.socket() as taken:  # bound, but not listening: nobody else takes the port meanwhile
+        taken.bind(("127.0.0.1", 0))
+        address = f"{host}:{port or taken.getsockname()[1]}"
+        with pytest.raises(RunError, match=f"nobody answers at {address}"), connected(None, address, own=False):
+            pass
