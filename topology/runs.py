@@ -148,8 +148,13 @@ def read_json(file: Path) -> Any | None:
 
 
 def write_json(file: Path, value: Any) -> None:
+    write_text(file, json.dumps(value, indent=1, default=str))
+
+
+def write_text(file: Path, text: str) -> None:
+    """The old text or the new one, never half of it."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=1, default=str))
+    draft.write_text(text)
     draft.replace(file)
 
 

@@ -80,6 +80,7 @@ class Trainer:
         rows_writer: RowsWriter | None = None,
         turns: Turns | None = None,
         start_step: int = 0,
+        start_version: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if start_step > config.steps:
@@ -106,6 +107,7 @@ class Trainer:
         self._gate = MismatchGate(config.mismatch)
         self._progress = Progress(step=start_step, since=clock())
         self._start_step = start_step
+        self._start_version = start_step // schedule.publish_every if start_version is None else start_version
         self._saved_step = start_step if start_step else None
         self._maker_statuses: Mapping[str, Mapping[str, Any]] = {}
         self._last: Mapping[str, Any] = {}
@@ -117,7 +119,7 @@ class Trainer:
 
     async def publish_start(self) -> None:
         """Publish the weights the run starts from: version 0, or that of the checkpoint."""
-        await self._publish(self._progress.step // self._schedule.publish_every)
+        await self._publish(self._start_version)
 
     async def run(self) -> str:
         """Train to the last step (`done`), until `stop` (`stopped`) or `end_of_data`. Raises what ends the run.
