@@ -6,9 +6,11 @@ Guarantees:
 3. A step that is not trained (nothing valid in it, or not finite) takes no optimizer step and publishes no version; its
    rows are dropped with the reason, and the step is tried again with other rows. Too many in a row end the run. What a
    critic learnt from such rows it keeps; a step of the critic alone that is not finite counts towards the limit too.
-4. Version v is published after step v * `every`, and only weights of a trained step are. Nobody waits for makers.
+4. The next version is published after each step that `every` divides, and only weights of a trained step are. Nobody waits
+   for makers.
 5. Every wait has a deadline and a name.
-6. A checkpoint that cannot be written is an event; the last one of the run failing is a failure of the run.
+6. Rows whose columns are lost are not trained on: the buffer has them made again, and takes the batch's other rows back.
+7. A checkpoint that cannot be written is an event; the last one of the run failing is a failure of the run.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ class Progress:
 class Trainer:
     """See the module. `max_age`: the bound that the buffer's settings promise, in published versions.
 
-    `start_step` is the step of the checkpoint that the ranks were restored from, or 0. `turns`: where makers share the
-    devices of the ranks, who have them while they train and write a checkpoint, and until they have published.
+    `start_step` is the step of the checkpoint that the ranks were restored from, or 0; `start_version` the number that its
+    weights are published under (default: as many versions as were due until then). `turns`: where makers share the devices
+    of the ranks, who have them while they train and write a checkpoint, and until they have published.
     """
 
     def __init__(
@@ -116,10 +119,22 @@ class Trainer:
         self._idle.set()
         self._end_of_data = False
         self._held_out: Mapping[str, Any] | None = None
+        self._ranks_work = asyncio.Lock()  # no two calls of them may cross: their collectives would
 
     async def publish_start(self) -> None:
-        """Publish the weights the run starts from: version 0, or that of the checkpoint."""
+        """Publish the weights the run starts from."""
         await self._publish(self._start_version)
+
+    async def refill(self) -> None:
+        """The weight store has lost what it held: give it the present weights again, if they are those of a version.
+
+        If they are not, or makers have the devices, it has to do without until the next version.
+        """
+        async with self._ranks_work:
+            version = self._exact_version()
+            if version is not None and (self._turns is None or self._turns.holder == "ranks"):
+                what = f"weights.publish({version}), once more"
+                await self._within(self._deadlines.step, what, self._weights.publish(version))
 
     async def run(self) -> str:
         """Train to the last step (`done`), until `stop` (`stopped`) or `end_of_data`. Raises what ends the run.
@@ -184,21 +199,28 @@ class Trainer:
             return
         if batch is None:
             return
+        async with self._ranks_work:
+            trained = await self._step(batch, step)
+        if trained:
+            await self._between_steps(batch)
+
+    async def _step(self, batch: Batch, step: int) -> bool:
+        """Whether the batch was trained on."""
         await self._hand_to("ranks")
         try:
             with self._phase("train"):
                 trained = await self._training.train(batch, step, self._exact_version())
         except NotTrained as error:
             await self._skip(batch, error.kind, str(error))
-            return
+            return False
         await self._within(self._deadlines.call, "rows.trained", self._rows.trained(batch.row_ids, step))
         self._progress.step = step
         self._note_skipped(step, trained.losses)
         self._check_mismatch(trained.result)
         if step % self._schedule.publish_every == 0:
-            await self._publish(step // self._schedule.publish_every)
+            await self._publish(self._version + 1)
         await self._record(batch, trained)
-        await self._between_steps(batch)
+        return True
 
     async def _batch(self) -> Batch | None:
         """The next rows with their columns, ages checked; None when a stop came first."""
@@ -208,9 +230,7 @@ class Trainer:
         rows = await self._unless_stopped(net, "rows.sample", asked)
         if rows is None:
             return None
-        version = self._progress.version
-        assert version is not None
-        found = ages(rows, version, self._max_age)
+        found = ages(rows, self._version, self._max_age)
         columns = await self._within(self._deadlines.batch, "fetch of columns", self._fetch(rows))
         return Batch(rows, columns, found)
 
@@ -222,6 +242,12 @@ class Trainer:
             return dict(zip(stages, fetched, strict=True))
 
         return list(await asyncio.gather(*(one(row) for row in rows)))
+
+    @property
+    def _version(self) -> int:
+        """The newest one published."""
+        assert self._progress.version is not None, "nothing is published yet"
+        return self._progress.version
 
     def _exact_version(self) -> int | None:
         """The published version that the trainer's weights are right now, if any."""
@@ -251,14 +277,14 @@ class Trainer:
         with self._phase("publish"):
             await self._within(self._deadlines.step, f"weights.publish({version})", self._weights.publish(version))
             self._progress.version, self._progress.published_step = version, self._progress.step
-            await self._within(self._deadlines.call, "rows.published", self._rows.published(version))
+            await self._within(
+                self._deadlines.call, "rows.published", self._rows.published(version, self._progress.step)
+            )
 
     async def _record(self, batch: Batch, trained: Trained) -> None:
         status = await self._within(self._deadlines.call, "rows.status", self._rows.status())
         await self._ask_makers()
-        version = self._progress.version
-        assert version is not None
-        record = StepRecord(trained, batch, version, self._watch.lap(), status, self._maker_statuses)
+        record = StepRecord(trained, batch, self._version, self._watch.lap(), status, self._maker_statuses)
         self._last = self._metrics.build(record)
         self._recorder.metrics(self._last)
 
@@ -287,8 +313,7 @@ class Trainer:
             self._recorder.event("rows_not_written", step=self._progress.step, cause=str(error))
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
-        step, version = self._progress.step, self._progress.version
-        assert version is not None
+        step, version = self._progress.step, self._version
         await self._hand_to("makers")
         with self._phase("evaluate"):
             asked = self._rows.evaluate(
@@ -311,6 +336,10 @@ class Trainer:
 
     async def _checkpoint(self, required: bool) -> None:
         """Write a checkpoint. One that fails is an event, and an error when it is `required`."""
+        async with self._ranks_work:
+            await self._save(required)
+
+    async def _save(self, required: bool) -> None:
         step, version = self._progress.step, self._progress.version
         await self._hand_to("ranks")
         with self._phase("checkpoint"):

@@ -125,7 +125,7 @@ def test_a_group_that_the_run_never_had_is_attached_from_a_file(folder: Path, ru
         (
             ("new", "--maker", "new.yaml"),
             "kind: reward\nfunctions: [{path: 'nowhere:score'}]",
-            "nowhere",
+            "makers.new.functions: differ",
         ),
     ],
 )
