@@ -46,16 +46,10 @@ class Watch:
         while True:
             answer = asyncio.ensure_future(handle.ping.remote())
             try:
-                for told in (member.life.silent, None):
-                    await asyncio.wait({answer}, timeout=half)
-                    if answer.done():
-                        break
-                    if told is None:
-                        self._tell(
-                            member, handle, f"{member.name}: hung, no answer for limits.ping = {self._limit:g} s"
-                        )
-                        return
-                    told()
+                if not await self._answered(member, answer, half):
+                    cause = f"{member.name}: hung, no answer for limits.ping = {self._limit:g} s"
+                    self._tell(member, handle, cause)
+                    return
                 member.place = answer.result()
                 member.life.answered()
             except ray.exceptions.RayActorError:
@@ -66,6 +60,18 @@ class Watch:
             finally:
                 answer.cancel()
             await asyncio.sleep(half / 2)
+
+    async def _answered(self, member: Member, answer: asyncio.Future[Any], half: float) -> bool:
+        """Whether it did so in time. Whoever is being started has until limits.start: its process is not there at once,
+        and loading libraries keeps it from answering."""
+        silent = 0.0
+        while silent < 2 * half:
+            await asyncio.wait({answer}, timeout=half)
+            if answer.done():
+                return True
+            silent = 0.0 if member.state == "starting" else silent + half
+            member.life.silent()
+        return False
 
     def _tell(self, member: Member, handle: Any, cause: str) -> None:
         if member.handle is handle:
