@@ -26,7 +26,7 @@ from topology.joining import connected
 from topology.names import namespace_of
 from topology.runs import ENDED
 
-PATIENCE = 200.0  # seconds without what is waited for
+PATIENCE = 300.0  # seconds without what is waited for
 PHASE = 3.0  # seconds that a phase is waited for; a run that recovers has none
 GONE = 30.0  # seconds after the end of a run until nothing of it may be left
 STEPS_A_FAULT = 14  # of the run: so many that the faults fall into it
@@ -37,7 +37,7 @@ SETTINGS = (
     "checkpoint.every=3",
     "buffer.max_attempts=50",
     "limits.restarts=50",
-    "limits.start=150",
+    "limits.start=280",
     f"limits.ping={PING:g}",
 )
 
