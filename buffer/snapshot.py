@@ -57,10 +57,10 @@ def places(state: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 def snapshot(table: ExperienceTable) -> dict[str, Any]:
     """Without columns, and small: a few flat lists over the live rows. What the trainer has it is known to have."""
-    sampled = table.sampled.values()
+    sampled = table.live.sampled.values()
     state = _state(table, sampled)
-    state["sampled"] = list(table.sampled)
-    state["columns_lost"] = table.rows_with_columns - sum(bool(row.columns) for row in sampled)
+    state["sampled"] = list(table.live.sampled)
+    state["columns_lost"] = table.live.with_columns - sum(bool(row.columns) for row in sampled)
     return state
 
 

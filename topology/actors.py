@@ -30,6 +30,7 @@ from topology.runs import RunError, RunFolder, read_json, write_json
 from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
+    from buffer.buffer import Buffer, Cut
     from trainers.learner import Rendezvous
 
 
@@ -151,6 +152,15 @@ class WeightsActor(Shell):
 class BufferActor(Shell):
     """`buffer`: the experience table and its dispatcher, which calls the makers and so owns what they return."""
 
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        self._started = asyncio.Event()
+
+    async def _buffer(self) -> Buffer:
+        """Once it is started: after a crash, callers find the new actor before that."""
+        await self._started.wait()
+        return self._there
+
     async def start(self, cursor: int, step: int, recover: bool = False) -> None:
         """`recover`: go on from the state that a buffer of this run, which had started, saved last. Its rows are made again."""
         from buffer.buffer import Buffer
@@ -160,7 +170,7 @@ class BufferActor(Shell):
         trainer = self.config.trainers[POLICY]
         prompts = await asyncio.to_thread(open_prompts, self.config.prompts)
         prompts.seek(cursor)
-        self._buffer = Buffer(
+        buffer = Buffer(
             self.config.buffer,
             prompts,
             stages=stages_of(self.config),
@@ -173,9 +183,11 @@ class BufferActor(Shell):
             save=self._save,
         )
         if recover:
-            self._buffer.restore(self._saved())
+            buffer.restore(self._saved())
         else:
-            self._buffer.save()
+            buffer.save()
+        self._there = buffer
+        self._started.set()
 
     def _save(self, state: dict[str, Any]) -> None:
         """A disk that is full costs the way back, not the run: an old state would train rows twice."""
@@ -195,57 +207,57 @@ class BufferActor(Shell):
             )
         return state
 
-    async def cut(self) -> Any:
-        """A `buffer.buffer.Cut`; the columns come as references, in a list."""
-        return self._buffer.cut()
+    async def cut(self) -> Cut:
+        """For a checkpoint: the columns come as references, since they are in a list."""
+        return (await self._buffer()).cut()
 
     async def restore(self, state: dict[str, Any], columns: Sequence[Any]) -> None:
         """Go on from a cut's state with its columns (values). To be told after `start`, before anything else."""
-        self._buffer.restore(state, [ray.put(values) for values in columns])
+        (await self._buffer()).restore(state, [ray.put(values) for values in columns])
 
     async def rewind(self, step: int) -> None:
-        self._buffer.rewind(step)
+        (await self._buffer()).rewind(step)
 
     async def lost(self, row_id: int, stages: Sequence[str], cause: str) -> None:
-        self._buffer.lost(row_id, stages, cause)
+        (await self._buffer()).lost(row_id, stages, cause)
 
     async def attach(self, info: MakerInfo) -> None:
-        self._buffer.attach(RayMaker(info, self.actor(info.name)))
+        (await self._buffer()).attach(RayMaker(info, self.actor(info.name)))
 
     async def maker_died(self, name: str, cause: str) -> None:
-        self._buffer.maker_died(name, cause)
+        (await self._buffer()).maker_died(name, cause)
 
     async def unroute(self, makers: Sequence[str]) -> None:
-        await self._buffer.unroute(makers)
+        await (await self._buffer()).unroute(makers)
 
     async def route(self, makers: Sequence[str]) -> None:
-        self._buffer.route(makers)
+        (await self._buffer()).route(makers)
 
     async def published(self, version: int, step: int) -> None:
-        self._buffer.published(version, step)
+        (await self._buffer()).published(version, step)
 
     async def sample(self, groups: int, timeout: float) -> list[SampledRow]:
-        return await self._buffer.sample(groups, timeout)
+        return await (await self._buffer()).sample(groups, timeout)
 
     async def trained(self, row_ids: Sequence[int], step: int) -> None:
-        self._buffer.trained(row_ids, step)
+        (await self._buffer()).trained(row_ids, step)
 
     async def dropped(self, row_ids: Sequence[int], reason: str) -> None:
-        self._buffer.dropped(row_ids, reason)
+        (await self._buffer()).dropped(row_ids, reason)
 
     async def evaluate(self, prompts: Sequence[Prompt], settings: Mapping[str, int], timeout: float) -> Any:
-        return await self._buffer.evaluate(prompts, **settings, timeout=timeout)
+        return await (await self._buffer()).evaluate(prompts, **settings, timeout=timeout)
 
     async def status(self) -> dict[str, Any]:
-        return self._buffer.status()
+        return (await self._buffer()).status()
 
     async def cursor(self) -> int:
         """Where the prompts of a resumed run begin: at the oldest row that is neither trained nor dropped."""
-        return self._buffer.oldest_unfinished
+        return (await self._buffer()).oldest_unfinished
 
     async def fatal(self) -> str:
         """Returns when it is impossible for the run to go on: the cause."""
-        return await self._buffer.fatal.wait()
+        return await (await self._buffer()).fatal.wait()
 
 
 class MakerActor(Shell):

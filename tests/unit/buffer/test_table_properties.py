@@ -238,7 +238,7 @@ class TableMachine(RuleBasedStateMachine):
     def crash(self):
         """The trainer keeps what it has; columns are gone, and so is all that happened since the last save."""
         self.begin_anew(json.loads(self.saved), None)
-        assert self.table.sampled.keys() >= {row.row_id for row in self.sampled}
+        assert self.table.live.sampled.keys() >= {row.row_id for row in self.sampled}
         assert json.loads(self.saved)["next_row"] == self.table.next_row
 
     @precondition(lambda self: not self.sampled)
@@ -248,9 +248,9 @@ class TableMachine(RuleBasedStateMachine):
         self.begin_anew(json.loads(json.dumps(taken.state)), taken.references)
         again = cut(self.table)
         assert again.references == taken.references
-        assert {**again.state, "lives": 0} == {**taken.state, "lives": 0} or before.sampled
+        assert {**again.state, "lives": 0} == {**taken.state, "lives": 0} or before.live.sampled
         assert self.table.rows.keys() == before.rows.keys()
-        assert (self.table.nbytes, self.table.charged) == (before.nbytes, before.charged)
+        assert (self.table.live.nbytes, self.table.charged) == (before.live.nbytes, before.charged)
 
     def begin_anew(self, state: dict[str, Any], columns: list[Any] | None) -> None:
         self.ended(*(held.lease for held in self.table.leases.values()))
@@ -271,12 +271,12 @@ class TableMachine(RuleBasedStateMachine):
         self.table.check()
         rows = self.table.rows.values()
         assert self.table.ledger.rows.admitted == self.table.next_row == self.prompts.cursor
-        assert self.table.nbytes == sum(row.nbytes for row in rows)
-        assert self.table.rows_with_columns == sum(bool(row.columns) for row in rows)
-        assert list(self.table.unsampled) == sorted(self.table.unsampled)
-        assert self.table.unsampled.keys() | self.table.sampled.keys() == self.table.rows.keys()
-        assert len(self.table.unsampled) + len(self.table.sampled) == len(self.table.rows)
-        assert self.table.complete == sum(row.complete for row in self.table.unsampled.values())
+        assert self.table.live.nbytes == sum(row.nbytes for row in rows)
+        assert self.table.live.with_columns == sum(bool(row.columns) for row in rows)
+        assert list(self.table.live.unsampled) == sorted(self.table.live.unsampled)
+        assert self.table.live.unsampled.keys() | self.table.live.sampled.keys() == self.table.rows.keys()
+        assert len(self.table.live.unsampled) + len(self.table.live.sampled) == len(self.table.rows)
+        assert self.table.live.complete == sum(row.complete for row in self.table.live.unsampled.values())
         waiting = sum(row.id in queue for row in rows for queue in self.table.waiting.values())
         assert waiting == sum(len(queue) for queue in self.table.waiting.values())
 
@@ -301,11 +301,11 @@ class TableMachine(RuleBasedStateMachine):
         assert not self.ends.keys() & self.table.leases.keys()
         for held in self.table.leases.values():
             assert held.lease.maker in self.table.roster.makers
-            assert self.table.unsampled[held.lease.row_id].leases[held.lease.stage] == held.lease.id
+            assert self.table.live.unsampled[held.lease.row_id].leases[held.lease.stage] == held.lease.id
 
     @invariant()
     def every_missing_stage_is_waiting_leased_or_blocked(self):
-        for row in self.table.unsampled.values():
+        for row in self.table.live.unsampled.values():
             assert row.produced.keys() == row.columns.keys() == row.makers.keys()
             for stage, needs in STAGES.items():
                 assert self.places(row, stage) == 1, (row, stage, needs)
