@@ -26,14 +26,17 @@ def after_step(step: int, **settings: int) -> ExperienceTable:
 
 
 def test_rows_of_later_steps_are_dropped_and_never_trained_again():
-    table = after_step(3, max_staleness=3)
+    table = after_step(3, max_staleness=2)
     table.rewind(1)
     assert table.ledger.rows.dropped == {"rewound": 4}
     assert table.ledger.tokens.dropped == {"rewound": 4 * 30}
     assert (table.ledger.rows.trained, table.versions.step) == (2, 1)
     table.published(4, 1)
+    assert table.select(2) is None  # the next two are too old now, and made again
+    complete_all(table)
     assert train(table, 2, publish=False) == [6, 7]
     table.published(5, 2)
+    assert (table.ledger.rows.trained, table.ledger.rows.dropped) == (4, {"rewound": 4})
 
 
 def test_rows_that_the_trainer_had_wait_for_it_again():
