@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -19,9 +21,15 @@ ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True)
+class SimulatedCluster:
+    address: str
+    raylets: Mapping[str, int]  # process ids by the node's address: who kills one has killed the node
+
+
 @contextmanager
-def simulated_cluster(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """`nodes`: by address in 127/8 (not 127.0.0.1), what each offers. Gives the cluster's address; ends its processes by id.
+def simulated_cluster(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[SimulatedCluster]:
+    """`nodes`: by address in 127/8 (not 127.0.0.1), what each offers. Ends its processes by id.
 
     Whoever joins it meanwhile finds the right settings in the environment.
     """
@@ -42,10 +50,19 @@ def simulated_cluster(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             for address in others:
                 cluster.add_node(wait=False, **_node(address, nodes[address]))
             cluster.wait_for_nodes(timeout=60)
-            yield cluster.address
+            yield SimulatedCluster(
+                cluster.address, {node.node_ip_address: _raylet(node) for node in cluster.list_all_nodes()}
+            )
         finally:
             cluster.shutdown()
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _raylet(node: Any) -> int:
+    """Its process id. Waited for from now on: the workers of a killed raylet live on until somebody has reaped it."""
+    process = node.all_processes["raylet"][0].process
+    threading.Thread(target=process.wait, daemon=True).start()
+    return process.pid
 
 
 def _node(address: str, offers: Mapping[str, Any]) -> dict[str, Any]:
