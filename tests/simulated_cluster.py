@@ -37,6 +37,11 @@ class SimulatedCluster:
         node_id: str = self._nodes[address].node_id
         return node_id
 
+    def raylet(self, address: str) -> int:
+        """Its process id: who kills it has killed the node, once it is reaped."""
+        pid: int = self._nodes[address].all_processes["raylet"][0].process.pid
+        return pid
+
     def lose(self, address: str) -> None:
         """The node goes without a word, and all of its processes with it."""
         raylet = self._nodes.pop(address).all_processes["raylet"][0].process

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from buffer.buffer import EndOfData
-from buffer.records import SampledRow
-from trainers.batch import Columns
+from buffer.records import ColumnsLost
 from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER, Checkpointer, CheckpointError
 from trainers.config import TrainerConfig
+from trainers.fetching import fetch_columns
 from trainers.guards import MismatchGate, SkipCounter, ages
 from trainers.learner import StepResult
 from trainers.metrics import MetricsBuilder, StepRecord
@@ -223,7 +223,7 @@ class Trainer:
         return True
 
     async def _batch(self) -> Batch | None:
-        """The next rows with their columns, ages checked; None when a stop came first."""
+        """The next rows with their columns, ages checked; None when a stop came first, or columns were lost."""
         # The buffer keeps the deadline itself, and says what each unfinished row waits for; this is the net below.
         net = self._deadlines.batch + self._deadlines.call
         asked = self._rows.sample(self._config.groups_per_step, self._deadlines.batch)
@@ -231,17 +231,19 @@ class Trainer:
         if rows is None:
             return None
         found = ages(rows, self._version, self._max_age)
-        columns = await self._within(self._deadlines.batch, "fetch of columns", self._fetch(rows))
+        fetching = fetch_columns(self._rows, rows, self._config.stages)
+        columns, lost = await self._within(self._deadlines.batch, "fetch of columns", fetching)
+        if lost:
+            await self._tell_lost(lost)
+            return None
         return Batch(rows, columns, found)
 
-    async def _fetch(self, rows: Sequence[SampledRow]) -> list[dict[str, Columns]]:
-        stages = self._config.stages
-
-        async def one(row: SampledRow) -> dict[str, Columns]:
-            fetched = await asyncio.gather(*(self._rows.fetch(row.columns[stage]) for stage in stages))
-            return dict(zip(stages, fetched, strict=True))
-
-        return list(await asyncio.gather(*(one(row) for row in rows)))
+    async def _tell_lost(self, lost: Mapping[int, ColumnsLost]) -> None:
+        """The buffer has the lost columns made again; `sample` will find that the other rows are not held any more."""
+        for row_id, error in lost.items():
+            await self._within(self._deadlines.call, "rows.lost", self._rows.lost(row_id, error.stages, str(error)))
+        cause = str(next(iter(lost.values())))
+        self._recorder.event("columns_lost", step=self._progress.step + 1, row_ids=list(lost), cause=cause)
 
     @property
     def _version(self) -> int:
