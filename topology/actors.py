@@ -296,8 +296,11 @@ class CriticActor(Shell):
     async def train(self, rows: Any, labels: Any, references: Sequence[Any]) -> Any:
         return await self._critic.train(rows, labels, references)
 
-    async def save(self, folder: str) -> None:
-        await self._critic.save(folder)
+    async def stage(self) -> None:
+        await self._critic.stage()
+
+    async def write(self, folder: str) -> None:
+        await self._critic.write(folder)
 
     async def status(self) -> dict[str, Any]:
         return self._critic.status()
@@ -347,7 +350,9 @@ class RankActor(Shell):
             self._rank.restore(restore)
 
     async def invoke(self, method: str, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._rank, method), *args)
+        from trainers.rank_group import call_in
+
+        return await call_in(self._thread, getattr(self._rank, method), *args)
 
     async def export(self, version: int) -> Any:
         return await self.invoke("export", version)

@@ -62,8 +62,12 @@ class ValueModel(Protocol):
         """`labels` are `returns` and `values`. `skipped` of the result says which optimizer steps were not taken."""
         ...
 
-    async def save(self, folder: str) -> None:
-        """Write a checkpoint. Raises OSError or CheckpointError."""
+    async def stage(self) -> None:
+        """Copy the state to CPU memory, for a checkpoint."""
+        ...
+
+    async def write(self, folder: str) -> None:
+        """Write that copy below a folder; it may train meanwhile. Raises OSError or CheckpointError."""
         ...
 
 

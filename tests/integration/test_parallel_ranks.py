@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, save
 from tests.rollouts import rollout_columns
 from trainers.batch import RowShape, StepPlan, plan_step
 from trainers.config import TrainerConfig
@@ -136,7 +136,7 @@ def work(rendezvous: Rendezvous, job: Job) -> Outcome:
                 columns[1]["behaviour_logprobs"][:] = np.nan
             results.append(rank.train_step(plan(job, step), *columns))
         if job.save:
-            rank.save(job.save)
+            save(rank, job.save)
         if job.export:
             rank.export_huggingface(job.export)
         weights = arrays(rank.learner.weights())
