@@ -241,8 +241,8 @@ class RayRows:
     async def status(self) -> dict[str, Any]:
         return await self._call("status")
 
-    async def cursor(self) -> int:
-        return await self._call("cursor")
+    async def cut(self) -> Any:
+        return await self._call("cut")
 
     async def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float

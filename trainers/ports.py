@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from buffer.evaluation import EvaluationResult
 from buffer.records import Prompt, SampledRow
 from trainers.batch import Columns, StepRows
 from trainers.learner import StepResult
+
+if TYPE_CHECKING:
+    from buffer.snapshot import Cut
 
 
 class RowSource(Protocol):
@@ -38,8 +41,8 @@ class RowSource(Protocol):
 
     async def status(self) -> Mapping[str, Any]: ...
 
-    async def cursor(self) -> int:
-        """Where the prompts go on after a resume."""
+    async def cut(self) -> Cut:
+        """For a checkpoint: everything in flight as it is now. Its columns can be fetched for as long as it is held."""
         ...
 
 

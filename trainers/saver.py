@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from buffer.buffer import Cut
 from buffer.files import write_cut
 from trainers.checkpoints import (
     BUFFER_FOLDER,
@@ -28,6 +27,9 @@ from trainers.ports import RowSource, ValueModel
 from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 from trainers.recorder import Recorder
+
+if TYPE_CHECKING:
+    from buffer.snapshot import Cut
 
 Saving = asyncio.Task[Checkpoint]
 
