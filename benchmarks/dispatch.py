@@ -82,11 +82,11 @@ async def _through_buffer() -> None:
     )
     for maker in _makers():
         buffer.attach(maker)
-    buffer.published(0)
+    buffer.published(0, 0)
     for step in range(1, STEPS + 1):
         rows = await buffer.sample(GROUPS, TIMEOUT)
         buffer.trained([row.row_id for row in rows], step)
-        buffer.published(step)
+        buffer.published(step, step)
     await buffer.close()
 
 

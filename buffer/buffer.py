@@ -7,32 +7,19 @@ wakes whoever waits for rows. The first cause that ends a run is kept in `fatal`
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from buffer.config import BufferConfig
 from buffer.dispatcher import Dispatcher, MakerHandle
 from buffer.evaluation import EvaluationResult, Tally
 from buffer.records import Prompt, SampledRow
 from buffer.report import table_status, who_waits
+from buffer.snapshot import Cut, PromptSource, cut, restore, snapshot
 from buffer.table import ExperienceTable
 
-__all__ = ["Buffer", "EndOfData", "EvaluationResult", "Fatal", "PromptSource", "RunFailed"]
-
-
-class PromptSource(Protocol):
-    """Prompts in a fixed order. `cursor` counts those given out; `seek(cursor)` goes on from there."""
-
-    @property
-    def cursor(self) -> int: ...
-
-    def next(self) -> Prompt | None:
-        """None: the data is finished, for good."""
-        ...
-
-    def seek(self, cursor: int) -> None: ...
+__all__ = ["Buffer", "Cut", "EndOfData", "EvaluationResult", "Fatal", "PromptSource", "RunFailed"]
 
 
 class EndOfData(Exception):
@@ -68,8 +55,12 @@ class Buffer:
     """Consumes prompts; produces complete rows; paced by `published`; everything else is told in the method's words.
 
     `stages`: the columns of a complete row. `samples`: the size of a group. `total_rows`: how many rows are trained in
-    all. `first_step`: the step of the checkpoint that the trainer goes on from. A row's id is the prompt's place in the
-    source, so a source that was moved by `seek` goes on with new seeds.
+    all, those of earlier steps included. `first_step`: the step of the checkpoint that the trainer goes on from. A row's id
+    is the prompt's place in the source, so a source that was moved by `seek` goes on with new seeds.
+
+    There is one trainer: its `sample` says that it holds no rows. What it says may be said again, after a lost answer.
+    `save` is given the state (JSON-able, without columns) after every change on the trainer's side, before that is told: a
+    buffer that restores the last one goes on where this one ended.
     """
 
     def __init__(
@@ -85,11 +76,12 @@ class Buffer:
         seed: int,
         first_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        save: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> None:
         self._config = config
         self._prompts = prompts
         self._clock = clock
-        self._lease_ids = itertools.count(1)
+        self._save_state = save
         self._table = ExperienceTable(
             config,
             stages=stages,
@@ -99,7 +91,6 @@ class Buffer:
             total_rows=total_rows,
             seed=seed,
             clock=clock,
-            lease_ids=self._lease_ids,
             first_row=prompts.cursor,
             first_step=first_step,
         )
@@ -107,7 +98,30 @@ class Buffer:
         self._dispatcher.add_table(self._table)
         self._prompts_finished = False
         self._changed = asyncio.Event()
+        self._samples = 0  # how often the trainer asked for rows
         self.fatal = Fatal()
+
+    # Crashes and checkpoints
+
+    def cut(self) -> Cut:
+        """Everything, for a checkpoint: the JSON-able state, and the references of all columns of live rows.
+
+        To be taken when the trainer holds no rows: at the end of a step. `buffer.snapshot.places(state)` tells row and
+        stage of each reference.
+        """
+        return cut(self._table)
+
+    def restore(self, state: Mapping[str, Any], columns: Sequence[Any] | None = None) -> None:
+        """Goes on from a cut's state with its columns (in their order), or from a saved state, which has none.
+
+        To be told before anything else. The prompt source is moved to its place. Raises ValueError for a buffer that has
+        had rows, for another number of columns, and for prompts that end too early.
+        """
+        restore(self._table, state, self._prompts, columns)
+        self.save()
+
+    def save(self) -> None:
+        self._save_state(snapshot(self._table))
 
     # Makers
 
@@ -133,13 +147,13 @@ class Buffer:
 
     # The trainer
 
-    def published(self, version: int) -> None:
-        """Frees the rows this version was made of, and opens admission at that version."""
-        self._table.published(version)
-        self._advance()
+    def published(self, version: int, step: int) -> None:
+        """The weights after `step` are `version`: frees the rows it was made of, and opens admission at that version."""
+        self._table.published(version, step)
+        self._changed_by_trainer()
 
     async def sample(self, groups: int, timeout: float) -> list[SampledRow]:
-        """Waits for `groups` complete rows, in the order the config allows.
+        """Waits for `groups` complete rows, in the order the config allows. Rows it gave before wait again, as the oldest.
 
         Raises EndOfData if fewer can still come, TimeoutError after `timeout` seconds with what each unfinished row waits
         for, RunFailed if the run cannot go on, ValueError if so many rows are never in flight.
@@ -149,25 +163,52 @@ class Buffer:
                 f"{groups} rows wanted, but at most {self._table.capacity} are in flight: raise buffer.max_staleness or "
                 f"lower groups_per_step"
             )
+        self._table.give_back()
+        self._samples += 1
+        sample = self._samples
+        self._wake()  # a call before this one, whose caller is gone, must take no rows
         try:
             async with asyncio.timeout(timeout):
                 while (rows := self._select(groups)) is None:
                     await self._changed.wait()
+                    self._check_latest(sample)
         except TimeoutError:
             raise TimeoutError(
                 f"no {groups} rows within {timeout:g} s ({self._table.complete} are complete): "
                 f"{who_waits(self._table, self._clock)}"
             ) from None
+        self.save()
         return rows
+
+    def _check_latest(self, sample: int) -> None:
+        if sample != self._samples:
+            raise RuntimeError("rows were asked for again, or the trainer was rewound, while this call waited for some")
 
     def trained(self, row_ids: Sequence[int], step: int) -> None:
         """These rows were used in optimizer step `step` (from 1). To be told before that step's version is published."""
         self._table.trained(row_ids, step)
-        self._advance()
+        self._changed_by_trainer()
 
     def dropped(self, row_ids: Sequence[int], reason: str) -> None:
         """These sampled rows will not be trained: they are replaced."""
         self._table.dropped(row_ids, reason)
+        self._changed_by_trainer()
+
+    def lost(self, row_id: int, stages: Collection[str], cause: str) -> None:
+        """The columns of these stages of a row cannot be had: they, and what was made from them, are made again."""
+        self._dispatcher.lost(self._table, row_id, stages, cause)
+
+    def rewind(self, step: int) -> None:
+        """The trainer goes on after `step`, and holds no rows: those trained in later steps are dropped as `rewound`.
+
+        To be told before the weights it goes on from are published. Raises ValueError for a step never done here.
+        """
+        self._samples += 1
+        self._table.rewind(step)
+        self._changed_by_trainer()
+
+    def _changed_by_trainer(self) -> None:
+        self.save()
         self._advance()
 
     # Evaluation
@@ -198,8 +239,8 @@ class Buffer:
         finally:
             self._dispatcher.remove_table(table)
         if not tally.rows:
-            raise RunFailed(f"evaluation: all {len(prompts)} prompts failed as data: {table.last_data_failure}")
-        return tally.result(failed=table.failures["data"], samples=samples, seconds=self._clock() - started)
+            raise RunFailed(f"evaluation: all {len(prompts)} prompts failed as data: {table.failures.last_of_data}")
+        return tally.result(failed=table.failures.counts["data"], samples=samples, seconds=self._clock() - started)
 
     def _evaluation_table(self, rows: int, samples: int, min_version: int, seed: int) -> ExperienceTable:
         """Admits everything at once and gives rows out in any order, at any age."""
@@ -215,18 +256,18 @@ class Buffer:
             groups_per_step=rows,
             every=1,
             samples=samples,
-            total_rows=rows,
+            total_rows=None,
             seed=seed,
             clock=self._clock,
             versions=versions,
-            lease_ids=self._lease_ids,
+            lease_ids=self._table.lease_ids,
         )
 
     def _tallied(self, table: ExperienceTable, tally: Tally) -> bool:
         """Adds the complete rows and lets their columns go; whether every row is accounted for."""
         self.fatal.check()
-        if table.failure is not None:
-            raise RunFailed(f"evaluation: {table.failure}")
+        if table.failures.cause is not None:
+            raise RunFailed(f"evaluation: {table.failures.cause}")
         rows = table.select(table.complete) if table.complete else None
         if rows:
             tally.add(rows)
@@ -314,7 +355,7 @@ class Buffer:
 
     def _wake(self) -> None:
         """Everybody who waits looks again."""
-        if self._table.failure is not None:
-            self.fatal.set(self._table.failure)
+        if self._table.failures.cause is not None:
+            self.fatal.set(self._table.failures.cause)
         self._changed.set()
         self._changed = asyncio.Event()

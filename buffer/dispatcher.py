@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from buffer.records import DataFailure, InfraFailure, Lease, MakerInfo, Produced
+from buffer.records import ColumnsLost, DataFailure, InfraFailure, Lease, MakerInfo, Produced
 from buffer.table import ExperienceTable, FailureKind
 
 FIRST_PAUSE = 0.5  # seconds after a maker's first failure in a row
@@ -36,7 +36,8 @@ class MakerHandle(Protocol):
     async def make(self, lease: Lease, inputs: Sequence[Any]) -> tuple[Produced, Any]:
         """`inputs` are references to the columns of `info.needs`, in that order; so is the answer's second part.
 
-        Raises DataFailure or InfraFailure; any other exception counts as InfraFailure. Cancelled when the lease ends early.
+        Raises DataFailure, InfraFailure, or ColumnsLost with the stages whose columns, among `inputs`, are gone; any other
+        exception counts as InfraFailure. Cancelled when the lease ends early.
         """
         ...
 
@@ -152,6 +153,13 @@ class Dispatcher:
         if name in self._makers:
             self._remove(self._makers[name], death=cause)
 
+    def lost(self, table: ExperienceTable, row_id: int, stages: Collection[str], cause: str) -> None:
+        """Columns of a row are gone: see `ExperienceTable.lost`."""
+        log.warning("row %d: the columns of %s are lost: %s", row_id, ", ".join(stages), cause)
+        for lease in table.lost(row_id, stages, cause):
+            self._abandon(self._makers[lease.maker], [lease])
+        self._on_event()
+
     def pump_soon(self) -> None:
         """Gives out leases once the event loop is through with what it does: who brought the news is answered first."""
         if not self._pump_comes and any(table.ready(stage) for stage in self._turns for table in self._tables):
@@ -230,6 +238,9 @@ class Dispatcher:
             self._fail(call, "infra", "the call was cancelled by the maker")
         elif isinstance(error, DataFailure):
             self._fail(call, "data", str(error))
+        elif isinstance(error, ColumnsLost) and error.stages:
+            self.lost(call.table, call.lease.row_id, error.stages, str(error))
+            return
         elif error is not None:
             known = isinstance(error, InfraFailure)
             self._fail(call, "infra", str(error) if known else f"{type(error).__name__}: {error}")

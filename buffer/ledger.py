@@ -2,7 +2,8 @@
 
 Invariant, for rows and for tokens, at every moment: admitted = trained + dropped (by reason) + in flight.
 The four sides are counted apart, so that `check` finds a row that was lost or counted twice. A row is admitted once, when
-it enters the table; its tokens are admitted when a stage that made them is committed.
+it enters the table; its tokens are admitted when a stage that made them is committed. Where columns are lost (`lost`) or made
+again for their age (`stale`), tokens are dropped and the row is not.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Account:
         self.trained += amount
 
     def drop(self, amount: int, reason: str) -> None:
+        if not amount:
+            return
         self.in_flight -= amount
         self.dropped[reason] = self.dropped.get(reason, 0) + amount
 
@@ -47,6 +50,13 @@ class Ledger:
         """One row with so many tokens was trained."""
         self.rows.train(1)
         self.tokens.train(tokens)
+
+    def rewind(self, rows: int, tokens: int) -> None:
+        """So many rows that were trained count as dropped: the trainer went back to a step before."""
+        for account, amount in ((self.rows, rows), (self.tokens, tokens)):
+            account.in_flight += amount
+            account.trained -= amount
+            account.drop(amount, "rewound")
 
     def drop(self, tokens: int, reason: str) -> None:
         """One row with so many tokens was dropped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,14 @@ class DataFailure(Exception):
 
 class InfraFailure(Exception):
     """This maker cannot make rows now (engine broken, weights out of reach). Another maker may succeed."""
+
+
+class ColumnsLost(Exception):
+    """Columns that were made cannot be had any more: their node, or who owned them, is gone. `stages`: whose they were."""
+
+    def __init__(self, text: str, stages: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.stages = tuple(stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ def table_status(table: ExperienceTable) -> dict[str, Any]:
             **{f"{stage}/waiting": len(queue) for stage, queue in table.waiting.items()},
             **{f"{stage}/leased": sum(stage in row.leases for row in table.rows.values()) for stage in table.stages},
             "complete": table.complete,
-            "sampled": len(table.rows) - len(table.unsampled),
-            "unpublished": table.unpublished,
+            "sampled": len(table.sampled),
+            "unpublished": table.steps.unpublished,
         },
         "capacity": table.capacity,
         "bytes": table.nbytes,
@@ -31,7 +31,7 @@ def table_status(table: ExperienceTable) -> dict[str, Any]:
         "admission_stalled_by": table.stalled_by(),
         "ledger": table.ledger.as_dict(),
         "age": {"mean": sum(ages) / len(ages) if ages else 0.0, "max": max(ages, default=0), "bound": table.max_age},
-        "failures": {kind: table.failures[kind] for kind in ("infra", "data", "timeout", "died")},
+        "failures": {kind: table.failures.counts[kind] for kind in ("infra", "data", "timeout", "died")},
     }
 
 
@@ -45,7 +45,7 @@ def who_waits(table: ExperienceTable, clock: Callable[[], float]) -> str:
     if stalled_by is not None:
         parts.append(
             f"no row is admitted because of: {stalled_by} ({table.charged} of {table.capacity} rows in flight, "
-            f"{table.unpublished} of them trained for a version that is not published; {table.nbytes} of "
+            f"{table.steps.unpublished} of them trained for a version that is not published; {table.nbytes} of "
             f"{table.config.max_bytes} bytes; published version {table.versions.published})"
         )
     return "; ".join(parts) or "no row is unfinished"

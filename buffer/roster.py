@@ -39,6 +39,11 @@ class Roster:
         info = self.makers.pop(name)
         self.names[info.stage].remove(name)
 
+    def made_from(self, stage: str) -> set[str]:
+        """The stage, and every one that has needed it, or may have: of those no maker has told its needs yet."""
+        others = (other for other in self.names if other not in self.needs or stage in self._reached_from([other]))
+        return {stage, *others}
+
     def _reached_from(self, stages: Sequence[str]) -> set[str]:
         reached: set[str] = set()
         open_stages = set(stages)

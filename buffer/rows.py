@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from buffer.records import Lease, Produced, Prompt
-
-Encode = Callable[[int, str, Any], Any]  # (row id, stage, reference) -> something JSON can hold
-Decode = Callable[[int, str, Any], Any]  # the inverse
 
 
 @dataclass(slots=True)
@@ -25,10 +22,11 @@ class Row:
     complete: bool = False
     leases: dict[str, int] = field(default_factory=dict)  # stage -> open lease
     columns: dict[str, Any] = field(default_factory=dict)
-    produced: dict[str, Produced] = field(default_factory=dict)
+    produced: dict[str, Produced] = field(default_factory=dict)  # of columns, and of those the trainer alone may have
     makers: dict[str, str] = field(default_factory=dict)  # stage -> who filled it
     attempts: dict[str, int] = field(default_factory=dict)  # stage -> failed leases
     failed_by: dict[str, set[str]] = field(default_factory=dict)  # stage -> makers that should not get it again
+    losses: int = 0  # how often columns of it were lost
 
     @property
     def tokens(self) -> int:
@@ -36,7 +34,7 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        return sum(produced.nbytes for produced in self.produced.values())
+        return sum(self.produced[stage].nbytes for stage in self.columns)
 
     def age(self, version: int) -> int:
         """`version` minus the oldest token version; 0 for a row that no policy made (a dataset)."""
@@ -47,31 +45,11 @@ class Row:
     def __str__(self) -> str:
         return f"row {self.id} (prompt {self.prompt.id!r})"
 
-    def to_state(self, encode: Encode) -> dict[str, Any]:
-        """JSON-able if the prompt's fields are; open leases are left out: their stages are made again."""
-        return {
-            "id": self.id,
-            "prompt": {"id": self.prompt.id, "content": self.prompt.content, "fields": dict(self.prompt.fields)},
-            "min_version": self.min_version,
-            "columns": {stage: encode(self.id, stage, reference) for stage, reference in self.columns.items()},
-            "produced": {stage: asdict(produced) for stage, produced in self.produced.items()},
-            "makers": dict(self.makers),
-            "attempts": dict(self.attempts),
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], decode: Decode, now: float) -> Row:
-        row_id = state["id"]
-        return cls(
-            id=row_id,
-            prompt=Prompt(**state["prompt"]),
-            min_version=state["min_version"],
-            admitted_at=now,
-            columns={stage: decode(row_id, stage, encoded) for stage, encoded in state["columns"].items()},
-            produced={stage: Produced(**produced) for stage, produced in state["produced"].items()},
-            makers=dict(state["makers"]),
-            attempts=dict(state["attempts"]),
-        )
+    def forget(self, stage: str) -> Produced:
+        """Takes the stage out: it is to be made again."""
+        self.columns.pop(stage, None)
+        self.makers.pop(stage, None)
+        return self.produced.pop(stage)
 
 
 class StageQueue:

@@ -3,13 +3,15 @@
 Life of a row: admitted -> a lease for each stage, as the stages it needs are filled -> complete -> sampled -> trained or
 dropped (with a reason). Invariants, asserted by the property tests:
 
-1. Rows in flight (admitted, and neither dropped nor part of a published version) never exceed
+1. No row is admitted while rows in flight (neither dropped nor part of a published version) are as many as
    (max_staleness + 1) * groups_per_step * every. Admission paces; only `order: ready` discards finished work.
 2. No row is sampled older than `worst_case_age`, and max_staleness 0 is exactly on-policy.
 3. Every lease ends exactly once: committed, failed, expired or revoked. None outlives its maker or its row.
 4. The ledger closes at all times, in rows and in tokens.
 5. Nothing is admitted while the referred bytes exceed max_bytes, and a bound that would block for ever is a failure.
 6. A snapshot restored (`buffer.snapshot`) is the same table: no row lost, none twice, the samples of a prompt together.
+7. A row is trained once at most. One whose columns are lost is made again, and so is one that a rewind of the trainer left
+   above the staleness bound.
 
 An event costs O(log rows), whatever the number of makers. A mistake of the caller raises ValueError (an ended lease or an
 unknown maker: KeyError); what ends the run is put into `failure`, in words.
@@ -19,22 +21,21 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from buffer.config import BufferConfig
+from buffer.failures import FailureKind, Failures
 from buffer.ledger import Ledger
 from buffer.records import Lease, MakerInfo, Produced, Prompt, SampledRow
 from buffer.roster import Roster
 from buffer.rows import Row, StageQueue, check_produced, derive_seed
 from buffer.selection import choose, worst_case_age
-from buffer.versions import Versions
+from buffer.versions import StepLog, Versions
 
 __all__ = ["ExperienceTable", "FailureKind", "OpenLease", "worst_case_age"]
-
-FailureKind = Literal["data", "infra", "timeout", "died"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,8 @@ class OpenLease:
 class ExperienceTable:
     """`stages` are the columns of a complete row; what a stage needs is told by the makers that fill it.
 
-    `versions` and `lease_ids` are shared by tables that share makers. `first_step`: optimizer steps done before (resume);
-    rows of those that are part of no version yet stay charged, or the next version would be made of fewer rows than the
-    staleness bound counts on.
+    `versions` and `lease_ids` are shared by tables that share makers. `first_step`: optimizer steps done before (resume).
+    `total_rows`: how many rows are trained in all, `groups_per_step` in each step, those of steps done before included.
     """
 
     def __init__(
@@ -79,28 +79,27 @@ class ExperienceTable:
         self.total_rows = total_rows
         self.capacity = (config.max_staleness + 1) * groups_per_step * every
         self.max_age = worst_case_age(config.order, config.window, config.max_staleness, groups_per_step, every)
-        self.versions = versions or Versions(every)
+        self.versions = versions or Versions(every, first_step)
+        self.steps = StepLog(every, groups_per_step, first_step)
         self.ledger = Ledger()
         self.rows: dict[int, Row] = {}  # live: neither trained nor dropped
         self.leases: dict[int, OpenLease] = {}
         self.roster = Roster(stages)
         self.waiting = {stage: StageQueue() for stage in stages}
-        self.unsampled: OrderedDict[int, Row] = OrderedDict()
+        self.unsampled: OrderedDict[int, Row] = OrderedDict()  # in the order of their ids
+        self.sampled: dict[int, Row] = {}  # the trainer has them
         self.complete = 0  # complete rows among the unsampled
+        self.rows_with_columns = 0
         self.nbytes = 0
-        self.failures: Counter[str] = Counter()
-        self.failure: str | None = None
-        self.last_data_failure: str | None = None
-        self.data_failures_in_a_row = 0
+        self.failures = Failures(config)
         self.clock = clock
         self.next_row = first_row
+        self.lives = 1  # how often this table, or one that it was restored from, began
+        self.lease_ids = lease_ids or itertools.count(1)
+        self.rewound = False  # and nothing published since
+        self.rewound_before = first_row  # rows below were admitted before the first version after a rewind
         self._seed = seed
-        self._lease_ids = lease_ids or itertools.count(1)
         self._leases_of: dict[str, set[int]] = {}
-        self._rows_with_columns = 0
-        self.unpublished_steps: deque[tuple[int, int]] = deque()  # (step, rows trained in it): still charged
-        if first_step % every:
-            self.unpublished_steps.append((first_step, first_step % every * groups_per_step))
 
     # Makers
 
@@ -121,7 +120,7 @@ class ExperienceTable:
         for lease in revoked:
             row = self.rows[lease.row_id]
             if death is not None:
-                self._count_attempt(row, lease, "died", f"the maker died: {death}")
+                self.failures.attempt(row, lease, "died", f"the maker died: {death}")
             self._enqueue(row)
         return revoked
 
@@ -130,19 +129,20 @@ class ExperienceTable:
     @property
     def charged(self) -> int:
         """Rows in flight: live, or trained for a version that is not published yet."""
-        return len(self.rows) + self.unpublished
+        return len(self.rows) + self.steps.unpublished
 
     @property
-    def unpublished(self) -> int:
-        return sum(rows for _, rows in self.unpublished_steps)
+    def rows_done(self) -> int:
+        """Rows of the steps that are done."""
+        return self.versions.step * self.groups_per_step
 
     def stalled_by(self) -> str | None:
         """Why no row may be admitted now; None if one may."""
-        if self.failure is not None:
+        if self.failures.cause is not None:
             return "failure"
         if self.versions.published is None:
             return "no published version"
-        if self.total_rows is not None and self.ledger.rows.trained + len(self.rows) >= self.total_rows:
+        if self.total_rows is not None and self.rows_done + len(self.rows) >= self.total_rows:
             return "total rows"
         if self.charged >= self.capacity:
             return "staleness"
@@ -163,12 +163,16 @@ class ExperienceTable:
         self._enqueue(row)
         return row.id
 
-    def put_back(self, row: Row) -> None:
-        """A row of a snapshot; its columns and its place in the ledger come with it."""
-        self.rows[row.id] = self.unsampled[row.id] = row
+    def put_back(self, row: Row, sampled: bool) -> None:
+        """A row of a snapshot, later than those there; its columns and its place in the ledger come with it."""
+        self.rows[row.id] = row
         self.nbytes += row.nbytes
-        self._rows_with_columns += bool(row.columns)
-        self._enqueue(row)
+        self.rows_with_columns += bool(row.columns)
+        if sampled:
+            self.sampled[row.id] = row
+        else:
+            self.unsampled[row.id] = row
+            self._enqueue(row)
 
     def rows_to_come(self, prompts_finished: bool) -> int | None:
         """How many rows can still be sampled, if nothing fails; None while there is no end in sight."""
@@ -176,7 +180,7 @@ class ExperienceTable:
             return len(self.unsampled)
         if self.total_rows is None:
             return None
-        return len(self.unsampled) + max(0, self.total_rows - self.ledger.rows.trained - len(self.rows))
+        return len(self.unsampled) + max(0, self.total_rows - self.rows_done - len(self.rows))
 
     @property
     def oldest_unfinished(self) -> int:
@@ -187,7 +191,7 @@ class ExperienceTable:
 
     def ready(self, stage: str) -> int:
         """Rows that wait for a lease of the stage; none once the run has failed."""
-        return 0 if self.failure is not None else len(self.waiting[stage])
+        return 0 if self.failures.cause is not None else len(self.waiting[stage])
 
     def lease(self, maker: str) -> Lease | None:
         """The oldest row that waits for the maker's stage; None if there is none for this maker."""
@@ -197,7 +201,7 @@ class ExperienceTable:
             return None
         row = self.rows[row_id]
         lease = Lease(
-            id=next(self._lease_ids),
+            id=next(self.lease_ids),
             row_id=row_id,
             stage=stage,
             maker=maker,
@@ -223,18 +227,18 @@ class ExperienceTable:
         check_produced(produced, lease, self.versions.newest)
         self._end(lease_id)
         row = self.rows[lease.row_id]
-        self._rows_with_columns += not row.columns
+        self.rows_with_columns += not row.columns
         row.columns[lease.stage] = columns
         row.produced[lease.stage] = produced
         row.makers[lease.stage] = lease.maker
         self.nbytes += produced.nbytes
         self.ledger.tokens.admit(produced.tokens)
         self._enqueue(row)
-        if self.nbytes > self.config.max_bytes and self._rows_with_columns < self.groups_per_step:
-            self._fail_run(
-                f"buffer.max_bytes is {self.config.max_bytes}, but {self._rows_with_columns} rows already refer to "
+        if self.nbytes > self.config.max_bytes and self.rows_with_columns < self.groups_per_step:
+            self.failures.end_run(
+                f"buffer.max_bytes is {self.config.max_bytes}, but {self.rows_with_columns} rows already refer to "
                 f"{self.nbytes} bytes and one step needs {self.groups_per_step} rows: it would never be admitted. Set "
-                f"buffer.max_bytes to {self.nbytes * self.groups_per_step // self._rows_with_columns * 2} or more"
+                f"buffer.max_bytes to {self.nbytes * self.groups_per_step // self.rows_with_columns * 2} or more"
             )
 
     def fail(self, lease_id: int, kind: FailureKind, text: str) -> list[Lease]:
@@ -246,36 +250,35 @@ class ExperienceTable:
         row = self.rows[lease.row_id]
         if kind != "data":
             row.failed_by.setdefault(lease.stage, set()).add(lease.maker)
-            self._count_attempt(row, lease, kind, text)
+            self.failures.attempt(row, lease, kind, text)
             self._enqueue(row, again=lease.stage)
             return []
-        self.failures[kind] += 1
-        self.data_failures_in_a_row += 1
-        self.last_data_failure = f"{row}, {lease.stage} on {lease.maker}: {text}"
-        if self.data_failures_in_a_row > self.config.max_data_failures:
-            self._fail_run(
-                f"{self.data_failures_in_a_row} rows failed as data with no complete row between them "
-                f"(buffer.max_data_failures is {self.config.max_data_failures}); the last: {self.last_data_failure}"
-            )
+        self.failures.data(row, lease, text)
         return self._remove(row, "data")
+
+    def lost(self, row_id: int, stages: Collection[str], text: str) -> list[Lease]:
+        """The columns of these stages are gone: they, and what was made from them, are made again.
+
+        A row that the trainer has waits again too. Told again, or of a row that is done with, it does nothing. Returns the
+        leases of the row that were revoked.
+        """
+        row = self.rows.get(row_id)
+        gone = [] if row is None else [stage for stage in stages if stage in row.columns]
+        if row is None or not gone:
+            return []
+        self.failures.lost(row, gone, text)
+        revoked = self._discard(row, {stage for lost in gone for stage in self.roster.made_from(lost)}, "lost")
+        if row.id in self.sampled:
+            self._return([row])
+        else:
+            self._enqueue(row)
+        return revoked
 
     def _end(self, lease_id: int) -> Lease:
         lease = self.leases.pop(lease_id).lease
         del self.rows[lease.row_id].leases[lease.stage]
         self._leases_of[lease.maker].remove(lease_id)
         return lease
-
-    def _count_attempt(self, row: Row, lease: Lease, kind: FailureKind, text: str) -> None:
-        self.failures[kind] += 1
-        attempts = row.attempts[lease.stage] = row.attempts.get(lease.stage, 0) + 1
-        if attempts >= self.config.max_attempts:
-            self._fail_run(
-                f"{row}: {lease.stage} failed {attempts} times (buffer.max_attempts is {self.config.max_attempts}), "
-                f"the last time on {lease.maker}: {text}"
-            )
-
-    def _fail_run(self, text: str) -> None:
-        self.failure = self.failure or text  # the first cause is the one to tell
 
     def _may_retry(self, row: Row, stage: str, maker: str) -> bool:
         failed_by = row.failed_by.get(stage, set())
@@ -291,25 +294,37 @@ class ExperienceTable:
         if not row.complete and len(row.columns) == len(self.stages):
             row.complete = True
             self.complete += 1
-            self.data_failures_in_a_row = 0
+            self.failures.data_in_a_row = 0
 
     # The trainer's side
 
     def select(self, groups: int) -> list[SampledRow] | None:
         """The next `groups` rows, oldest first, or None if not so many may be taken now.
 
-        With `order: ready` complete rows older than max_staleness are dropped as `stale` on the way.
+        Rows above the staleness bound are dropped as `stale` with `order: ready`, and made again after a rewind.
         """
         if self.complete < groups:
             return None
         version = self.versions.newest
-        if self.config.order == "ready":
-            for row in [row for row in self.unsampled.values() if row.complete and row.age(version) > self.max_age]:
+        for row in self._too_old(version):
+            if self.config.order == "ready":
                 self._remove(row, "stale")
+            else:
+                row.min_version = self.versions.published or 0
+                self._discard(row, self.stages, "stale")
+                self._enqueue(row)
         chosen = choose(self.unsampled.values(), groups, self.config.order, self.config.window)
         if len(chosen) < groups:
             return None
         return [self._take(row, version) for row in chosen]
+
+    def _too_old(self, version: int) -> list[Row]:
+        """Complete rows that the bound does not allow; without a rewind only `order: ready` has such rows."""
+        all_rows = self.config.order == "ready"
+        if not all_rows and next(iter(self.unsampled)) >= self.rewound_before:
+            return []
+        rows = (row for row in self.unsampled.values() if all_rows or row.id < self.rewound_before)
+        return [row for row in rows if row.complete and row.age(version) > self.max_age]
 
     def _take(self, row: Row, version: int) -> SampledRow:
         age = row.age(version)
@@ -318,29 +333,71 @@ class ExperienceTable:
                 f"{row} has age {age}, above the bound {self.max_age} of order {self.config.order}: a version was published "
                 f"with fewer than {self.groups_per_step} rows a step"
             )
-        del self.unsampled[row.id]
+        self.sampled[row.id] = self.unsampled.pop(row.id)
         self.complete -= 1
         return SampledRow(row.id, row.prompt, dict(row.columns), dict(row.produced), age, dict(row.makers))
 
+    def give_back(self) -> None:
+        """The trainer has no rows any more: those it had wait again, or are made again where their columns are lost."""
+        rows = list(self.sampled.values())
+        for row in rows:
+            if missing := row.produced.keys() - row.columns.keys():
+                self.failures.counts["infra"] += 1
+                self._discard(row, missing, "lost")
+        self._return(rows)
+
+    def _return(self, rows: Sequence[Row]) -> None:
+        """From the sampled to the unsampled."""
+        if not rows:
+            return
+        for row in rows:
+            self.unsampled[row.id] = self.sampled.pop(row.id)
+        self.unsampled = OrderedDict(sorted(self.unsampled.items()))
+        for row in rows:
+            self.complete += row.complete
+            self._enqueue(row)
+
     def trained(self, row_ids: Sequence[int], step: int) -> None:
-        """Sampled rows were used in optimizer step `step` (from 1). They stay charged until its version is published."""
+        """Sampled rows were used in optimizer step `step` (from 1). They stay charged until its version is published.
+
+        Told again of a step that is done, it does nothing.
+        """
+        if step <= self.versions.step and not any(row_id in self.rows for row_id in row_ids):
+            return
         rows = self._sampled(row_ids)
         self.versions.train(step)
         for row in rows:
             self._forget(row)
             self.ledger.train(row.tokens)
-        self.unpublished_steps.append((step, len(rows)))
+        self.steps.train(len(rows), sum(row.tokens for row in rows))
 
     def dropped(self, row_ids: Sequence[int], reason: str) -> None:
-        """Sampled rows that will not be trained (filtered, a skipped step): free at once, and replaced."""
-        for row in self._sampled(row_ids):
+        """Sampled rows that will not be trained (filtered, a skipped step): free at once, and replaced.
+
+        Of rows that are gone already it was told before.
+        """
+        for row in self._sampled([row_id for row_id in row_ids if row_id in self.rows]):
             self._remove(row, reason)
 
-    def published(self, version: int) -> None:
-        """Frees the rows this version was made of."""
-        self.versions.publish(version)
-        while self.unpublished_steps and self.unpublished_steps[0][0] <= version * self.versions.every:
-            self.unpublished_steps.popleft()
+    def published(self, version: int, step: int) -> None:
+        """The weights after `step` are `version`: frees the rows it was made of. Told again, it does nothing."""
+        if not self.versions.publish(version, step):
+            return
+        self.steps.publish(step)
+        if self.rewound:
+            self.rewound, self.rewound_before = False, self.next_row
+        self.check()
+
+    def rewind(self, step: int) -> None:
+        """The trainer goes on after `step`, without the rows it has: what later steps learnt from theirs is gone.
+
+        Those are dropped as `rewound`: no row is trained twice. Raises ValueError for a step that was never done here.
+        """
+        rows, tokens = self.steps.rewind(step)
+        self.ledger.rewind(rows, tokens)
+        self.versions.step = step
+        self.rewound = True
+        self.give_back()
         self.check()
 
     def check(self) -> None:
@@ -348,10 +405,25 @@ class ExperienceTable:
         self.ledger.check(len(self.rows), sum(row.tokens for row in self.rows.values()))
 
     def _sampled(self, row_ids: Sequence[int]) -> list[Row]:
-        wrong = [row_id for row_id in row_ids if row_id not in self.rows or row_id in self.unsampled]
+        wrong = [row_id for row_id in row_ids if row_id not in self.sampled]
         if wrong or len(set(row_ids)) != len(row_ids):
             raise ValueError(f"rows {wrong or list(row_ids)}: not sampled, done with already, or named twice")
         return [self.rows[row_id] for row_id in row_ids]
+
+    def _discard(self, row: Row, stages: Collection[str], reason: str) -> list[Lease]:
+        """Lets go of what these stages have made, and of their leases. Their tokens are dropped for the reason."""
+        revoked = [self._end(lease_id) for stage, lease_id in list(row.leases.items()) if stage in stages]
+        had_columns = bool(row.columns)
+        for stage in stages:
+            self.waiting[stage].discard(row.id)
+            if stage in row.produced:
+                self.nbytes -= row.produced[stage].nbytes if stage in row.columns else 0
+                self.ledger.tokens.drop(row.forget(stage).tokens, reason)
+        self.rows_with_columns -= had_columns and not row.columns
+        if row.complete and len(row.columns) < len(self.stages):
+            row.complete = False
+            self.complete -= row.id in self.unsampled
+        return revoked
 
     def _remove(self, row: Row, reason: str) -> list[Lease]:
         revoked = [self._end(lease_id) for lease_id in list(row.leases.values())]
@@ -361,9 +433,10 @@ class ExperienceTable:
 
     def _forget(self, row: Row) -> None:
         del self.rows[row.id]
+        self.sampled.pop(row.id, None)
         if self.unsampled.pop(row.id, None) is not None:
             self.complete -= row.complete
         for queue in self.waiting.values():
             queue.discard(row.id)
         self.nbytes -= row.nbytes
-        self._rows_with_columns -= bool(row.columns)
+        self.rows_with_columns -= bool(row.columns)

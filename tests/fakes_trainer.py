@@ -94,7 +94,10 @@ class FakeRows:
     async def dropped(self, row_ids: Sequence[int], reason: str) -> None:
         self.log.append(("dropped", tuple(row_ids), reason))
 
-    async def published(self, version: int) -> None:
+    async def lost(self, row_id: int, stages: Sequence[str], cause: str) -> None:
+        self.log.append(("lost", row_id, tuple(stages)))
+
+    async def published(self, version: int, step: int) -> None:
         self.version = version
         self.log.append(("published", version))
 

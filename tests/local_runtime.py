@@ -80,8 +80,11 @@ class LocalRows:
     async def dropped(self, row_ids: Sequence[int], reason: str) -> None:
         self._buffer.dropped(row_ids, reason)
 
-    async def published(self, version: int) -> None:
-        self._buffer.published(version)
+    async def lost(self, row_id: int, stages: Sequence[str], cause: str) -> None:
+        self._buffer.lost(row_id, stages, cause)
+
+    async def published(self, version: int, step: int) -> None:
+        self._buffer.published(version, step)
 
     async def status(self) -> dict[str, Any]:
         return self._buffer.status()

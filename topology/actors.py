@@ -26,6 +26,7 @@ from topology.config import RunConfig
 from topology.handles import Peer, RayExporter, RayMaker, RayWeightClient
 from topology.names import log_file, namespace_of
 from topology.placement import release
+from topology.runs import RunError, RunFolder, read_json, write_json
 from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ class WeightsActor(Shell):
 class BufferActor(Shell):
     """`buffer`: the experience table and its dispatcher, which calls the makers and so owns what they return."""
 
-    async def start(self, cursor: int, step: int) -> None:
+    async def start(self, cursor: int, step: int, recover: bool = False) -> None:
+        """`recover`: go on from the state that a buffer of this run, which had started, saved last. Its rows are made again."""
         from buffer.buffer import Buffer
         from makers.prompts import open_prompts
         from topology.roles import POLICY, rollout_of, stages_of
@@ -165,10 +167,47 @@ class BufferActor(Shell):
             groups_per_step=trainer.groups_per_step,
             every=self.config.weights.every,
             samples=rollout_of(self.config).sampling.n,
-            total_rows=(trainer.steps - step) * trainer.groups_per_step,
+            total_rows=trainer.steps * trainer.groups_per_step,
             seed=self.config.seed,
             first_step=step,
+            save=self._save,
         )
+        if recover:
+            self._buffer.restore(self._saved())
+        else:
+            self._buffer.save()
+
+    def _save(self, state: dict[str, Any]) -> None:
+        """A disk that is full costs the way back, not the run: an old state would train rows twice."""
+        file = RunFolder(Path(self.identity.folder)).buffer_state
+        try:
+            write_json(file, state, indent=None)
+        except OSError as error:
+            logging.getLogger("buffer").error("the state is not saved, a crash could not be recovered from: %s", error)
+            file.unlink(missing_ok=True)
+
+    def _saved(self) -> Any:
+        file = RunFolder(Path(self.identity.folder)).buffer_state
+        state = read_json(file)
+        if state is None:
+            raise RunError(
+                f"buffer: there is no {file} to go on from: it could not be written, see {self.identity.name}.log"
+            )
+        return state
+
+    async def cut(self) -> Any:
+        """A `buffer.buffer.Cut`; the columns come as references, in a list."""
+        return self._buffer.cut()
+
+    async def restore(self, state: dict[str, Any], columns: Sequence[Any]) -> None:
+        """Go on from a cut's state with its columns (values). To be told after `start`, before anything else."""
+        self._buffer.restore(state, [ray.put(values) for values in columns])
+
+    async def rewind(self, step: int) -> None:
+        self._buffer.rewind(step)
+
+    async def lost(self, row_id: int, stages: Sequence[str], cause: str) -> None:
+        self._buffer.lost(row_id, stages, cause)
 
     async def attach(self, info: MakerInfo) -> None:
         self._buffer.attach(RayMaker(info, self.actor(info.name)))
@@ -182,8 +221,8 @@ class BufferActor(Shell):
     async def route(self, makers: Sequence[str]) -> None:
         self._buffer.route(makers)
 
-    async def published(self, version: int) -> None:
-        self._buffer.published(version)
+    async def published(self, version: int, step: int) -> None:
+        self._buffer.published(version, step)
 
     async def sample(self, groups: int, timeout: float) -> list[SampledRow]:
         return await self._buffer.sample(groups, timeout)
@@ -329,7 +368,6 @@ class RankActor(Shell):
     def _start(self, rendezvous: Rendezvous, restore: str | None) -> None:
         from topology.plan import past_versions
         from topology.roles import POLICY, role_of
-        from topology.runs import RunFolder
         from trainers.rank import TrainerRank
 
         RunFolder(Path(self.identity.folder)).require_here()

@@ -229,8 +229,11 @@ class RayRows:
     async def dropped(self, row_ids: Sequence[int], reason: str) -> None:
         await self._call("dropped", list(row_ids), reason)
 
-    async def published(self, version: int) -> None:
-        await self._call("published", version)
+    async def lost(self, row_id: int, stages: Sequence[str], cause: str) -> None:
+        await self._call("lost", row_id, list(stages), cause)
+
+    async def published(self, version: int, step: int) -> None:
+        await self._call("published", version, step)
 
     async def unroute(self, makers: Sequence[str]) -> None:
         await self._buffer.call("unroute", list(makers), timeout=FOREVER)  # each row has its deadline

@@ -40,6 +40,7 @@ class RunFolder:
         return self.path.name
 
     config = property(lambda self: self.path / "config.yaml")
+    buffer_state = property(lambda self: self.path / "buffer.json")
     status_file = property(lambda self: self.path / "status.json")
     metrics = property(lambda self: self.path / "metrics.jsonl")
     events = property(lambda self: self.path / "events.jsonl")
@@ -147,9 +148,9 @@ def read_json(file: Path) -> Any | None:
         return None
 
 
-def write_json(file: Path, value: Any) -> None:
+def write_json(file: Path, value: Any, indent: int | None = 1) -> None:
     draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=1, default=str))
+    draft.write_text(json.dumps(value, indent=indent, default=str))
     draft.replace(file)
 
 

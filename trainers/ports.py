@@ -24,16 +24,24 @@ class RowSource(Protocol):
     """The buffer as a trainer sees it."""
 
     async def sample(self, groups: int, timeout: float) -> list[SampledRow]:
-        """Raises EndOfData, TimeoutError, or what ended the run."""
+        """Rows that it gave before are the trainer's no longer. Raises EndOfData, TimeoutError, or what ended the run."""
         ...
 
-    async def fetch(self, reference: Any) -> Columns: ...
+    async def fetch(self, reference: Any) -> Columns:
+        """Raises ColumnsLost."""
+        ...
 
     async def trained(self, row_ids: Sequence[int], step: int) -> None: ...
 
     async def dropped(self, row_ids: Sequence[int], reason: str) -> None: ...
 
-    async def published(self, version: int) -> None: ...
+    async def lost(self, row_id: int, stages: Sequence[str], cause: str) -> None:
+        """The columns of these stages of a sampled row cannot be fetched. It waits for `sample` again when it is made anew."""
+        ...
+
+    async def published(self, version: int, step: int) -> None:
+        """The weights after `step` are `version`."""
+        ...
 
     async def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float

@@ -6,9 +6,11 @@ Guarantees:
 3. A step that is not trained (nothing valid in it, or not finite) takes no optimizer step and publishes no version; its
    rows are dropped with the reason, and the step is tried again with other rows. Too many in a row end the run. What a
    critic learnt from such rows it keeps; a step of the critic alone that is not finite counts towards the limit too.
-4. Version v is published after step v * `every`, and only weights of a trained step are. Nobody waits for makers.
+4. The next version is published after each step that `every` divides, and only weights of a trained step are. Nobody waits
+   for makers.
 5. Every wait has a deadline and a name.
-6. A checkpoint is written while training goes on. One that fails is an event; the last one of the run failing is a
+6. Rows whose columns are lost are not trained on: the buffer has them made again, and takes the batch's other rows back.
+7. A checkpoint is written while training goes on. One that fails is an event; the last one of the run failing is a
    failure of the run.
 """
 
@@ -58,8 +60,9 @@ class Progress:
 class Trainer:
     """See the module. `max_age`: the bound that the buffer's settings promise, in published versions.
 
-    `start_step` is the step of the checkpoint that the ranks were restored from, or 0. `turns`: where makers share the
-    devices of the ranks, who have them while they train and write a checkpoint, and until they have published.
+    `start_step` is the step of the checkpoint that the ranks were restored from, or 0; `start_version` the number that its
+    weights are published under (default: as many versions as were due until then). `turns`: where makers share the devices
+    of the ranks, who have them while they train and write a checkpoint, and until they have published.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Trainer:
         rows_writer: RowsWriter | None = None,
         turns: Turns | None = None,
         start_step: int = 0,
+        start_version: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if start_step > config.steps:
@@ -110,6 +114,7 @@ class Trainer:
         self._gate = MismatchGate(config.mismatch)
         self._progress = Progress(step=start_step, since=clock())
         self._start_step = start_step
+        self._start_version = start_step // schedule.publish_every if start_version is None else start_version
         self._maker_statuses: Mapping[str, Mapping[str, Any]] = {}
         self._last: Mapping[str, Any] = {}
         self._stopping = asyncio.Event()
@@ -119,8 +124,8 @@ class Trainer:
         self._held_out: Mapping[str, Any] | None = None
 
     async def publish_start(self) -> None:
-        """Publish the weights the run starts from: version 0, or that of the checkpoint."""
-        await self._publish(self._progress.step // self._schedule.publish_every)
+        """Publish the weights the run starts from."""
+        await self._publish(self._start_version)
 
     async def run(self) -> str:
         """Train to the last step (`done`), until `stop` (`stopped`) or `end_of_data`. Raises what ends the run.
@@ -208,7 +213,7 @@ class Trainer:
         self._note_skipped(step, trained.losses)
         self._check_mismatch(trained.result)
         if step % self._schedule.publish_every == 0:
-            await self._publish(step // self._schedule.publish_every)
+            await self._publish(self._version + 1)
         await self._record(batch, trained)
         await self._between_steps(batch)
 
@@ -217,9 +222,7 @@ class Trainer:
         rows = await self._sample()
         if rows is None:
             return None
-        version = self._progress.version
-        assert version is not None
-        found = ages(rows, version, self._max_age)
+        found = ages(rows, self._version, self._max_age)
         with self._phase("wait_for_batch"):
             columns = await self._within(self._deadlines.batch, "fetch of columns", self._fetch(rows))
         return Batch(rows, columns, found)
@@ -252,6 +255,12 @@ class Trainer:
 
         return list(await asyncio.gather(*(one(row) for row in rows)))
 
+    @property
+    def _version(self) -> int:
+        """The newest one published."""
+        assert self._progress.version is not None, "nothing is published yet"
+        return self._progress.version
+
     def _exact_version(self) -> int | None:
         """The published version that the trainer's weights are right now, if any."""
         progress = self._progress
@@ -280,14 +289,14 @@ class Trainer:
         with self._phase("publish"):
             await self._within(self._deadlines.step, f"weights.publish({version})", self._weights.publish(version))
             self._progress.version, self._progress.published_step = version, self._progress.step
-            await self._within(self._deadlines.call, "rows.published", self._rows.published(version))
+            await self._within(
+                self._deadlines.call, "rows.published", self._rows.published(version, self._progress.step)
+            )
 
     async def _record(self, batch: Batch, trained: Trained) -> None:
         status = await self._within(self._deadlines.call, "rows.status", self._rows.status())
         await self._ask_makers()
-        version = self._progress.version
-        assert version is not None
-        record = StepRecord(trained, batch, version, self._watch.lap(), status, self._maker_statuses)
+        record = StepRecord(trained, batch, self._version, self._watch.lap(), status, self._maker_statuses)
         self._last = self._metrics.build(record)
         self._recorder.metrics(self._last)
 
@@ -317,8 +326,7 @@ class Trainer:
             self._recorder.event("rows_not_written", step=self._progress.step, cause=str(error))
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
-        step, version = self._progress.step, self._progress.version
-        assert version is not None
+        step, version = self._progress.step, self._version
         await self._hand_to("makers")
         with self._phase("evaluate"):
             asked = self._rows.evaluate(

@@ -51,7 +51,7 @@ class Tandem:
             tokens = await self._ranks.train_step.future(*(row.columns["rollout"] for row in rows))
             assert tokens == GROUPS * SAMPLES * TOKENS
         await self._rows.trained([row.row_id for row in rows], self._step)
-        await self._rows.published(self._step)
+        await self._rows.published(self._step, self._step)
 
 
 class Bare:

@@ -185,7 +185,7 @@ async def cast(folder: Path, name: str, kind: type, *, makers: int = 1, tokens: 
     try:
         await asyncio.gather(table.start.remote(0, 0), store.ping.remote())
         infos = await asyncio.gather(*(actor.start.remote() for actor in actors))
-        await table.published.remote(0)
+        await table.published.remote(0, 0)
         yield Cast(table, actors, infos)
     finally:
         for actor in (*actors, table, store):

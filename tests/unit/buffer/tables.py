@@ -48,5 +48,5 @@ def train(table: ExperienceTable, step: int, publish: bool = True) -> list[int]:
     ids = [row.row_id for row in rows]
     table.trained(ids, step)
     if publish:
-        table.published(step // table.versions.every)
+        table.published(step // table.versions.every, step)
     return ids

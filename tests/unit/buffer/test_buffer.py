@@ -32,14 +32,14 @@ async def train(buffer: Buffer, steps: range, groups: int = 2) -> list[list[int]
         rows = await buffer.sample(groups, timeout=5)
         trained.append([row.row_id for row in rows])
         buffer.trained(trained[-1], step)
-        buffer.published(step)
+        buffer.published(step, step)
     return trained
 
 
 def test_rows_flow_from_prompts_through_makers_to_the_trainer():
     async def scenario() -> None:
         buffer = new_buffer()
-        buffer.published(0)
+        buffer.published(0, 0)
         (row, _) = await buffer.sample(2, timeout=5)
         assert row.columns == {"rollout": "rollout of row 0", "reward": "reward of row 0"}
         assert (row.prompt.id, row.age, row.produced["rollout"].tokens) == ("p0", 0, 40)
@@ -53,7 +53,7 @@ def test_nothing_is_made_before_the_first_version_is_published():
         waiting = asyncio.create_task(buffer.sample(2, timeout=5))
         await settle()
         assert (buffer.cursor, waiting.done()) == (0, False)
-        buffer.published(0)
+        buffer.published(0, 0)
         assert len(await waiting) == 2
 
     asyncio.run(scenario())
@@ -71,7 +71,7 @@ def test_max_staleness_zero_is_a_synchronous_loop_whatever_the_makers_timing():
         for index in range(3):
             buffer.attach(FakeMaker(name=f"r{index}", behave=slow))
         buffer.attach(reward_maker())
-        buffer.published(0)
+        buffer.published(0, 0)
         trained = await train(buffer, range(1, 6), groups=4)
         assert trained == [[4 * step + row for row in range(4)] for step in range(5)]
         await buffer.close()
@@ -86,7 +86,7 @@ def test_sample_times_out_with_who_waits_for_what():
     async def scenario() -> None:
         buffer = new_buffer(makers=False, max_staleness=0)
         buffer.attach(FakeMaker(name="hung", behave=hang, slots=1))
-        buffer.published(0)
+        buffer.published(0, 0)
         with pytest.raises(TimeoutError) as error:
             await buffer.sample(2, timeout=0.05)
         text = str(error.value)
@@ -103,7 +103,7 @@ def test_sample_times_out_with_who_waits_for_what():
 def test_a_maker_attached_late_and_a_publication_wake_the_one_who_waits():
     async def scenario() -> None:
         buffer = new_buffer(makers=False, max_staleness=0)
-        buffer.published(0)
+        buffer.published(0, 0)
         waiting = asyncio.create_task(buffer.sample(2, timeout=5))
         await settle()
         buffer.attach(FakeMaker())
@@ -115,7 +115,7 @@ def test_a_maker_attached_late_and_a_publication_wake_the_one_who_waits():
         buffer.trained([row.row_id for row in rows], 1)
         await settle()
         assert not waiting.done()
-        buffer.published(1)
+        buffer.published(1, 1)
         assert [row.row_id for row in await waiting] == [2, 3]
 
     asyncio.run(scenario())
@@ -126,7 +126,7 @@ def test_rows_that_fail_as_data_are_replaced_by_the_next_prompts():
         buffer = new_buffer(makers=False)
         buffer.attach(FakeMaker(behave=fail_with(DataFailure("prompt too long"), lambda row: row % 2 == 0)))
         buffer.attach(reward_maker())
-        buffer.published(0)
+        buffer.published(0, 0)
         assert await train(buffer, range(1, 4)) == [[1, 3], [5, 7], [9, 11]]
         status = buffer.status()
         assert status["ledger"]["rows"]["trained"] == 6
@@ -141,7 +141,7 @@ def test_too_many_data_failures_in_a_row_are_the_fatal_cause_for_everybody_who_w
         buffer = new_buffer(makers=False, max_data_failures=10)
         buffer.attach(FakeMaker(behave=fail_with(DataFailure("prompt too long"))))
         supervisor = asyncio.create_task(buffer.fatal.wait())
-        buffer.published(0)
+        buffer.published(0, 0)
         with pytest.raises(RunFailed, match="11 rows failed as data .*prompt too long"):
             await buffer.sample(2, timeout=5)
         assert await supervisor == buffer.status()["fatal"]
@@ -156,7 +156,7 @@ def test_a_row_no_maker_can_make_is_the_fatal_cause():
         for name in ("a", "b"):
             buffer.attach(FakeMaker(name=name, behave=fail_with(InfraFailure("out of memory"), lambda row: row == 1)))
         buffer.attach(reward_maker())
-        buffer.published(0)
+        buffer.published(0, 0)
         with pytest.raises(RunFailed, match=r"row 1 \(prompt 'p1'\): rollout failed 2 times .*out of memory"):
             await buffer.sample(2, timeout=5)
 
@@ -166,7 +166,7 @@ def test_a_row_no_maker_can_make_is_the_fatal_cause():
 def test_the_end_of_the_prompts_is_an_end_with_numbers_and_not_a_deadlock():
     async def scenario() -> None:
         buffer = new_buffer(FakePrompts(5))
-        buffer.published(0)
+        buffer.published(0, 0)
         assert await train(buffer, range(1, 3)) == [[0, 1], [2, 3]]
         with pytest.raises(EndOfData) as error:
             await buffer.sample(2, timeout=5)
@@ -185,7 +185,7 @@ def test_prompts_that_fail_at_the_end_of_the_data_end_the_wait_too():
         buffer = new_buffer(FakePrompts(4), makers=False)
         buffer.attach(FakeMaker(behave=fail_with(DataFailure("too long"), lambda row: row != 1)))
         buffer.attach(reward_maker())
-        buffer.published(0)
+        buffer.published(0, 0)
         with pytest.raises(EndOfData, match=r"1 can still come: .*dropped \{'data': 3\}"):
             await buffer.sample(2, timeout=5)
 
@@ -197,7 +197,7 @@ def test_after_a_seek_the_rows_are_numbered_on_so_that_no_seed_comes_twice():
         prompts = FakePrompts()
         prompts.seek(6)
         buffer = new_buffer(prompts)
-        buffer.published(3)
+        buffer.published(3, 3)
         assert [(row.row_id, row.prompt.id) for row in await buffer.sample(2, timeout=5)] == [(6, "p6"), (7, "p7")]
 
     asyncio.run(scenario())
@@ -206,7 +206,7 @@ def test_after_a_seek_the_rows_are_numbered_on_so_that_no_seed_comes_twice():
 def test_total_rows_ends_the_run_and_takes_no_prompt_too_many():
     async def scenario() -> None:
         buffer = new_buffer(total_rows=4, max_staleness=2)
-        buffer.published(0)
+        buffer.published(0, 0)
         await train(buffer, range(1, 3))
         assert buffer.cursor == 4
         with pytest.raises(EndOfData, match="0 can still come: 4 prompts were taken, 4 rows trained of 4"):
@@ -224,7 +224,7 @@ def test_a_prompt_source_that_breaks_is_a_failure_and_not_the_end_of_the_data():
 
     async def scenario() -> None:
         buffer = new_buffer(Broken())
-        buffer.published(0)
+        buffer.published(0, 0)
         with pytest.raises(RunFailed, match="the prompt source failed after 1 prompts: OSError: disk gone"):
             await buffer.sample(2, timeout=5)
 
@@ -240,10 +240,10 @@ def test_a_source_that_breaks_while_stale_rows_are_replaced_is_a_failure_too():
 
     async def scenario() -> None:
         buffer = new_buffer(Broken(), order="ready", max_staleness=1, groups_per_step=1)
-        buffer.published(0)
+        buffer.published(0, 0)
         await settle()
         for version in (1, 2):
-            buffer.published(version)
+            buffer.published(version, version)
         with pytest.raises(RunFailed, match="the prompt source failed after 2 prompts: OSError: disk gone"):
             await buffer.sample(1, timeout=5)
 
@@ -266,7 +266,7 @@ def test_stale_rows_dropped_on_the_way_are_replaced_while_the_trainer_waits():
         buffer = new_buffer(makers=False, order="ready", max_staleness=1)
         buffer.attach(FakeMaker(behave=slow, slots=16))
         buffer.attach(reward_maker())
-        buffer.published(0)
+        buffer.published(0, 0)
         assert await train(buffer, range(1, 4)) == [[2, 3], [4, 5], [6, 7]]
         held.set()
         await settle()
@@ -277,16 +277,18 @@ def test_stale_rows_dropped_on_the_way_are_replaced_while_the_trainer_waits():
     asyncio.run(scenario())
 
 
-def test_two_who_wait_are_both_served_and_neither_spins():
+def test_a_call_for_rows_takes_the_place_of_one_whose_caller_may_be_gone():
     async def scenario() -> None:
-        buffer = new_buffer(makers=False)
-        buffer.published(0)
+        buffer = new_buffer(makers=False, max_staleness=0)
+        buffer.published(0, 0)
         waiting = [asyncio.create_task(buffer.sample(2, timeout=5)) for _ in range(2)]
         await settle()
         buffer.attach(reward_maker())
         buffer.attach(FakeMaker())
-        first, second = await asyncio.gather(*waiting)
-        assert sorted(row.row_id for row in first + second) == [0, 1, 2, 3]
+        first, second = await asyncio.gather(*waiting, return_exceptions=True)
+        assert "rows were asked for again" in str(first)
+        assert isinstance(second, list)
+        assert [row.row_id for row in second] == [0, 1]
 
     asyncio.run(scenario())
 
@@ -306,7 +308,7 @@ def test_evaluation_averages_rows_of_its_own_and_leaves_the_ledger_alone():
         buffer.attach(reward_maker(behave=scores))
         with pytest.raises(ValueError, match="evaluation of version 3, but the newest published is None"):
             await buffer.evaluate([Prompt("1", "x")], samples=2, min_version=3, seed=9, timeout=5)
-        buffer.published(3)
+        buffer.published(3, 3)
         await settle()
         before = buffer.status()["ledger"]
         prompts = [Prompt(str(number), "x") for number in range(20)]
@@ -335,13 +337,13 @@ def test_evaluation_goes_before_training_rows_and_runs_on_newer_versions_too():
         buffer = new_buffer(makers=False, max_staleness=3)
         buffer.attach(FakeMaker(slots=1, behave=wait))
         buffer.attach(reward_maker())
-        buffer.published(0)
+        buffer.published(0, 0)
         await settle()
         evaluation = asyncio.create_task(
             buffer.evaluate([Prompt("e0", "x"), Prompt("e1", "x")], samples=1, min_version=0, seed=1, timeout=5)
         )
         await settle()
-        buffer.published(1)
+        buffer.published(1, 1)
         gate.set()
         await evaluation
         assert order[:3] == ["p0", "e0", "e1"]
@@ -354,7 +356,7 @@ def test_evaluation_counts_data_failures_and_fails_if_nothing_is_left_or_time_is
         buffer = new_buffer(makers=False, max_data_failures=1000)
         buffer.attach(FakeMaker(behave=fail_with(DataFailure("too long"), lambda row: row != 1)))
         buffer.attach(reward_maker(name="reward"))
-        buffer.published(0)
+        buffer.published(0, 0)
         arguments: dict[str, Any] = {"samples": 1, "min_version": 0, "seed": 1}
         prompts = [Prompt(f"e{number}", "x") for number in range(3)]
         result = await buffer.evaluate(prompts, timeout=5, **arguments)
@@ -379,7 +381,7 @@ def test_a_failed_evaluation_row_frees_its_makers_for_training():
         buffer = new_buffer(makers=False)
         buffer.attach(FakeMaker(slots=1, behave=hangs_in_evaluation))
         buffer.attach(reward_maker())
-        buffer.published(0)
+        buffer.published(0, 0)
         await buffer.sample(2, timeout=5)
         with pytest.raises(TimeoutError):
             await buffer.evaluate([Prompt("e", "x")], samples=1, min_version=0, seed=1, timeout=0.05)
@@ -391,7 +393,7 @@ def test_a_failed_evaluation_row_frees_its_makers_for_training():
 def test_the_status_is_plain_json_with_busy_seconds_by_stage_and_maker():
     async def scenario() -> None:
         buffer = new_buffer()
-        buffer.published(0)
+        buffer.published(0, 0)
         await train(buffer, range(1, 3))
         status = json.loads(json.dumps(buffer.status()))
         assert status["published"] == 2
@@ -407,7 +409,7 @@ def test_close_cancels_the_calls_and_tells_the_waiting():
         buffer = new_buffer(makers=False)
         maker = FakeMaker(behave=hang, slots=2)
         buffer.attach(maker)
-        buffer.published(0)
+        buffer.published(0, 0)
         waiting = asyncio.create_task(buffer.sample(2, timeout=5))
         await settle()
         await buffer.close()

@@ -24,7 +24,7 @@ class Harness:
         self.bugs: list[Exception] = []
         self.dispatcher = Dispatcher(self.pump, self.bugs.append)
         self.dispatcher.add_table(self.table)
-        self.table.published(0)
+        self.table.published(0, 0)
         self.admit(rows)
 
     def admit(self, rows: int) -> None:
@@ -101,7 +101,7 @@ def test_a_missed_deadline_ends_the_lease_by_name_and_another_maker_gets_the_row
         assert hung.cancelled == [0]
         assert [lease.row_id for lease in healthy.leases] == [0]
         assert harness.table.complete == 1
-        assert harness.table.failures == {"timeout": 1}
+        assert harness.table.failures.counts == {"timeout": 1}
         assert harness.dispatcher.status()["makers"]["hung"]["state"] == "paused"
         harness.dispatcher.close()
 
@@ -113,9 +113,9 @@ def test_the_last_missed_deadline_ends_the_run_with_row_stage_maker_and_seconds(
         harness = Harness(rows=1, lease_timeout=0.05, max_attempts=1)
         harness.dispatcher.attach(FakeMaker(name="hung", behave=hang))
         await asyncio.sleep(0.1)
-        assert harness.table.failure is not None
-        assert "row 0 (prompt 'p0'): rollout failed 1 times" in harness.table.failure
-        assert harness.table.failure.endswith("the last time on hung: no answer within 0.05 s")
+        assert harness.table.failures.cause is not None
+        assert "row 0 (prompt 'p0'): rollout failed 1 times" in harness.table.failures.cause
+        assert harness.table.failures.cause.endswith("the last time on hung: no answer within 0.05 s")
         harness.dispatcher.close()
 
     asyncio.run(scenario())
@@ -160,7 +160,7 @@ def test_a_dead_maker_loses_its_leases_at_once_and_the_rows_are_made_elsewhere()
         harness.dispatcher.died("dead", "killed by signal 9")
         await settle()
         assert [lease.row_id for lease in healthy.leases] == [0, 1, 2, 3]
-        assert (harness.table.complete, harness.table.failures["died"]) == (4, 4)
+        assert (harness.table.complete, harness.table.failures.counts["died"]) == (4, 4)
         assert list(harness.dispatcher.status()["makers"]) == ["healthy"]
         harness.dispatcher.attach(FakeMaker(name="dead"))  # a restarted maker may have the same name
 
@@ -177,7 +177,7 @@ def test_a_broken_maker_pauses_and_does_not_burn_the_attempts_of_rows_while_anot
         assert len(broken.leases) == 2
         gate.open.set()
         await settle(200)
-        assert (harness.table.complete, harness.table.failure) == (6, None)
+        assert (harness.table.complete, harness.table.failures.cause) == (6, None)
         assert len(busy.leases) == 6
         harness.dispatcher.close()
 
@@ -223,8 +223,8 @@ def test_any_other_exception_counts_as_an_infrastructure_failure_with_its_text()
         harness = Harness(rows=1, max_attempts=1)
         harness.dispatcher.attach(FakeMaker(behave=fail_with(KeyError("weights"))))
         await settle()
-        assert harness.table.failure is not None
-        assert harness.table.failure.endswith("the last time on maker/rollout/0: KeyError: 'weights'")
+        assert harness.table.failures.cause is not None
+        assert harness.table.failures.cause.endswith("the last time on maker/rollout/0: KeyError: 'weights'")
         harness.dispatcher.close()
 
     asyncio.run(scenario())
@@ -238,9 +238,9 @@ def test_an_answer_that_cannot_be_true_is_an_infrastructure_failure():
         harness = Harness(rows=1, max_attempts=1)
         harness.dispatcher.attach(FakeMaker(behave=lies))
         await settle()
-        assert harness.table.failure is not None
-        assert "invalid answer: row 0" in harness.table.failure
-        assert "1 samples, but 2 were asked for" in harness.table.failure
+        assert harness.table.failures.cause is not None
+        assert "invalid answer: row 0" in harness.table.failures.cause
+        assert "1 samples, but 2 were asked for" in harness.table.failures.cause
         harness.dispatcher.close()
 
     asyncio.run(scenario())
@@ -295,7 +295,7 @@ def test_detach_without_drain_revokes_and_a_death_ends_a_drain():
         harness.dispatcher.died("second", "killed")
         await settle()
         assert leaving.done()
-        assert harness.table.failures == {"died": 4}
+        assert harness.table.failures.counts == {"died": 4}
 
     asyncio.run(scenario())
 
@@ -343,7 +343,7 @@ def test_calls_that_fail_together_pause_a_maker_once():
         maker = FakeMaker(behave=fail_with(InfraFailure("weights out of reach"), lambda row: len(maker.leases) <= 3))
         harness.dispatcher.attach(maker)
         await asyncio.sleep(0.7)
-        assert (harness.table.complete, harness.table.failures) == (3, {"infra": 3})
+        assert (harness.table.complete, harness.table.failures.counts) == (3, {"infra": 3})
 
     asyncio.run(scenario())
 

@@ -32,7 +32,7 @@ def new_table(order: str, window: int, max_staleness: int, groups: int, every: i
         clock=clock or ManualClock(),
     )
     table.attach(MAKER)
-    table.published(0)
+    table.published(0, 0)
     return table
 
 
@@ -57,7 +57,7 @@ class Trainer:
         self.step += 1
         self.table.trained([row.row_id for row in rows], self.step)
         if self.step % self.table.versions.every == 0:
-            self.table.published(self.step // self.table.versions.every)
+            self.table.published(self.step // self.table.versions.every, self.step)
         return True
 
 

@@ -42,7 +42,7 @@ class TableMachine(RuleBasedStateMachine):
         self.granted: dict[int, Lease] = {}
         self.makers = 0
         self.table = self.new_table()
-        self.table.published(0)
+        self.table.published(0, 0)
 
     def new_table(self) -> ExperienceTable:
         table = ExperienceTable(
@@ -164,7 +164,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule()
     def publish(self):
-        self.table.published(self.step // self.table.versions.every)
+        self.table.published(self.step // self.table.versions.every, self.step)
 
     @rule()
     def snapshot_and_restore(self):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from buffer.report import table_status, who_waits
-from buffer.snapshot import restore, snapshot
+from buffer.snapshot import snapshot
 from tests.fakes import ManualClock, answer
 from tests.unit.buffer.tables import complete_all, fill, lease_of, new_table, train
 
@@ -13,7 +13,7 @@ from tests.unit.buffer.tables import complete_all, fill, lease_of, new_table, tr
 def test_fifo_waits_for_the_oldest_row_and_ready_does_not():
     for order, expected in (("fifo", None), ("ready", [1, 2])):
         table = new_table(order=order)
-        table.published(0)
+        table.published(0, 0)
         fill(table)
         slow = lease_of(table, "r0")
         complete_all(table)
@@ -24,7 +24,7 @@ def test_fifo_waits_for_the_oldest_row_and_ready_does_not():
 
 def test_window_takes_rows_up_to_so_many_ids_beyond_the_oldest():
     table = new_table(order="window", window=2, max_staleness=2)
-    table.published(0)
+    table.published(0, 0)
     fill(table)
     slow = lease_of(table, "r0")
     complete_all(table)
@@ -36,7 +36,7 @@ def test_window_takes_rows_up_to_so_many_ids_beyond_the_oldest():
 
 def test_ready_drops_rows_that_grew_too_old_as_stale():
     table = new_table(order="ready", max_staleness=1)
-    table.published(0)
+    table.published(0, 0)
     fill(table)
     slow = lease_of(table, "r0")
     for step in (1, 2):
@@ -53,7 +53,7 @@ def test_ready_drops_rows_that_grew_too_old_as_stale():
 
 def test_the_trainer_is_told_about_wrong_rows_steps_and_versions():
     table = new_table()
-    table.published(0)
+    table.published(0, 0)
     fill(table)
     complete_all(table)
     with pytest.raises(ValueError, match=r"rows \[0\]: not sampled"):
@@ -65,18 +65,34 @@ def test_the_trainer_is_told_about_wrong_rows_steps_and_versions():
         table.trained([0, 0], 1)
     table.trained(rows, 1)
     with pytest.raises(ValueError, match=r"rows \[0, 1\]: .*done with already"):
-        table.trained(rows, 1)
-    table.published(1)
-    with pytest.raises(ValueError, match="version 0 was published after version 1"):
-        table.published(0)
+        table.trained(rows, 2)
+    with pytest.raises(ValueError, match="version -1 of step 1 was published"):
+        table.published(-1, 1)
+
+
+def test_what_the_trainer_says_twice_changes_nothing_the_second_time():
+    table = new_table()
+    table.published(0, 0)
+    fill(table)
+    complete_all(table)
+    trained = train(table, 1)
+    dropped = [row.row_id for row in table.select(2) or []]
+    table.dropped(dropped, "filtered")
+    fill(table)
+    before = snapshot(table)
+    table.trained(trained, 1)
+    table.published(1, 1)
+    table.published(0, 0)
+    table.dropped(dropped, "filtered")
+    assert snapshot(table) == before
 
 
 def test_a_version_published_for_too_few_rows_is_found_when_a_row_is_too_old():
     table = new_table(max_staleness=1)
-    table.published(0)
+    table.published(0, 0)
     fill(table)
     complete_all(table)
-    table.published(5)
+    table.published(5, 5)
     with pytest.raises(RuntimeError, match="row 0 .* has age 5, above the bound 1 of order fifo"):
         table.select(2)
 
@@ -84,7 +100,7 @@ def test_a_version_published_for_too_few_rows_is_found_when_a_row_is_too_old():
 def test_who_waits_names_row_stage_maker_and_seconds():
     clock = ManualClock()
     table = new_table(clock, stages=("rollout", "reward", "judge"), max_staleness=0)
-    table.published(0)
+    table.published(0, 0)
     fill(table)
     rollout = lease_of(table, "r0")
     table.commit(rollout.id, answer(rollout), "tokens")
@@ -98,32 +114,9 @@ def test_who_waits_names_row_stage_maker_and_seconds():
     )
 
 
-def test_a_snapshot_is_plain_json_and_the_restored_table_goes_on_with_the_same_rows():
-    table = new_table(max_staleness=1)
-    table.published(0)
-    fill(table)
-    complete_all(table)
-    train(table, 1)
-    fill(table)
-    sampled = table.select(1)
-    assert sampled is not None
-    lease_of(table, "r0")
-    state = json.loads(json.dumps(snapshot(table, lambda row, stage, reference: f"{row}/{stage}:{reference}")))
-    restored = new_table(max_staleness=1)
-    restore(restored, state, lambda row, stage, encoded: encoded.removeprefix(f"{row}/{stage}:"))
-    restored.published(1)  # what a resumed trainer says first
-    assert list(restored.rows) == [2, 3, 4, 5]
-    assert (restored.complete, restored.nbytes, restored.charged) == (2, table.nbytes, table.charged)
-    assert restored.rows[2].columns == {"rollout": "rollout-2", "reward": "reward-2"}
-    assert lease_of(restored, "r0").row_id == 4
-    assert train(restored, 2) == [2, 3]
-    with pytest.raises(ValueError, match="into a fresh table only"):
-        restore(restored, state, lambda row, stage, encoded: encoded)
-
-
 def test_the_status_counts_rows_by_stage():
     table = new_table(max_staleness=1)
-    table.published(0)
+    table.published(0, 0)
     fill(table)
     complete_all(table)
     train(table, 1)
@@ -149,9 +142,9 @@ def test_the_status_counts_rows_by_stage():
 def test_a_run_that_goes_on_between_two_versions_keeps_the_staleness_bound(max_staleness: int, every: int):
     for first_step in range(every, 2 * every):
         table = new_table(max_staleness=max_staleness, every=every, first_step=first_step)
-        table.published(first_step // every)
+        table.published(first_step // every, first_step)
         for step in range(first_step + 1, first_step + 6 * every):
             fill(table)
             complete_all(table)
             train(table, step, publish=step % every == 0)  # raises if a row is too old
-        assert table.unpublished == step % every * table.groups_per_step
+        assert table.steps.unpublished == step % every * table.groups_per_step
