@@ -7,13 +7,14 @@ refuses columns that are not flat arrays of numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from buffer.columns import Columns
+from buffer.snapshot import places
 
 STATE, COLUMNS = "state.json", "columns.parquet"
 KINDS = "biuf"  # of dtypes: booleans and numbers
@@ -23,14 +24,14 @@ class CutError(ValueError):
     """Files that hold no cut of a buffer."""
 
 
-def write_cut(folder: Path, state: Mapping[str, Any], columns: Mapping[tuple[int, str], Columns]) -> None:
-    """`columns` by row id and stage. One record of the Parquet file is one array, its values in little-endian bytes."""
+def write_cut(folder: Path, state: Mapping[str, Any], columns: Sequence[Columns]) -> None:
+    """`columns[i]` are those of `places(state)[i]`. One record of the Parquet file is one array, in little-endian bytes."""
     import pyarrow as pa
     from pyarrow import parquet
 
     records = [
         {"row": row, "stage": stage, "column": name, "dtype": array.dtype.newbyteorder("<").str, "values": _bytes(array)}
-        for (row, stage), arrays in columns.items()
+        for (row, stage), arrays in zip(places(state), columns, strict=True)
         for name, array in arrays.items()
     ]
     schema = pa.schema(
@@ -42,12 +43,12 @@ def write_cut(folder: Path, state: Mapping[str, Any], columns: Mapping[tuple[int
     (folder / STATE).write_text(json.dumps(state))
 
 
-def read_cut(folder: Path) -> tuple[dict[str, Any], dict[tuple[int, str], Columns]]:
+def read_cut(folder: Path) -> tuple[dict[str, Any], list[Columns]]:
     """What `write_cut` was given. Raises CutError."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    columns: dict[tuple[int, str], Columns] = {}
+    found: dict[tuple[int, str], Columns] = {}
     try:
         state = json.loads((folder / STATE).read_text())
         for record in parquet.read_table(folder / COLUMNS).to_pylist():
@@ -55,10 +56,10 @@ def read_cut(folder: Path) -> tuple[dict[str, Any], dict[tuple[int, str], Column
             if dtype.kind not in KINDS:
                 raise ValueError(f"{record['column']} of row {record['row']} has dtype {record['dtype']}")
             array = np.frombuffer(record["values"], dtype)
-            columns.setdefault((record["row"], record["stage"]), {})[record["column"]] = array
+            found.setdefault((record["row"], record["stage"]), {})[record["column"]] = array
+        return state, [found[place] for place in places(state)]
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
         raise CutError(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
-    return state, columns
 
 
 def _bytes(array: np.ndarray) -> bytes:

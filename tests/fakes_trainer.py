@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from buffer.buffer import EndOfData
 from buffer.evaluation import EvaluationResult
 from buffer.records import Produced, Prompt, SampledRow
+from buffer.snapshot import Cut
 from trainers.batch import StepPlan
 from trainers.learner import StepResult
 
@@ -124,8 +124,8 @@ class FakeRows:
 
     async def cut(self) -> Any:
         self.log.append(("cut",))
-        columns = {(7, "reward"): {"rewards": np.array([0.5], np.float32)}}
-        return SimpleNamespace(state={"next_row": 17}, references=columns)
+        state = {"filled": [{"id": 7, "produced": {"reward": {}}}]}
+        return Cut(state, [{"rewards": np.array([0.5], np.float32)}])
 
 
 def buffer_status(**failures: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from topology.placement import CannotPlace, Placement, release
 from topology.plan import Plan
 from topology.roles import CRITIC, POLICY, role_of
 from topology.runs import RunFolder, read_json, write_json
-from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER
+from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER, CheckpointError
 from trainers.memory import KEEP_FREED_MEMORY
 from trainers.recorder import append_event
 
@@ -58,7 +58,7 @@ class Supervisor(Shell):
     def __init__(self, identity: Identity, plan: Plan, resume: dict[str, Any] | None) -> None:
         super().__init__(identity)
         self.plan = plan
-        self.resume = resume  # {"folder", "step", "version", "prompt_cursor"} of a checkpoint
+        self.resume = resume  # {"folder", "step", "version"} of a checkpoint
         self.folder = RunFolder(Path(identity.folder))
         self.placement = Placement(plan.groups, identity.namespace)
         self.sharers = sharers(self.config)
@@ -83,6 +83,12 @@ class Supervisor(Shell):
         if now:
             self.hurry.set()
         self.stopping.set()
+
+    async def checkpoint(self) -> str:
+        """One of the present step, when that is done; its folder. Raises CheckpointError with the reason."""
+        if self.training is None:
+            raise CheckpointError(f"no checkpoint can be taken: the run is {self.state}")
+        return await self.members[f"trainer/{POLICY}"].handle.checkpoint.remote()  # waits in there have deadlines
 
     # --- the life of a run --------------------------------------------------------------------------------------------
 
@@ -135,8 +141,8 @@ class Supervisor(Shell):
         for member in self.members.values():
             self._spawn_task(self._hold(member), f"hold {member.name}")
             self._spawn_task(self._locate(member), f"locate {member.name}")
-        cursor, step = (0, 0) if self.resume is None else (self.resume["prompt_cursor"], self.resume["step"])
-        buffer = asyncio.ensure_future(self._ready(self.members["buffer"], "start", cursor, step))
+        step, folder = (0, None) if self.resume is None else (self.resume["step"], self.resume["folder"])
+        buffer = asyncio.ensure_future(self._ready(self.members["buffer"], "start", step, folder))
         trainer = asyncio.ensure_future(self._start_trainer(step, buffer))
         makers = (self._start_maker(member, buffer, trainer) for member in self._kind("maker"))
         await asyncio.gather(buffer, trainer, *makers)

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from buffer.evaluation import EvaluationResult
 from buffer.records import Prompt, SampledRow
+from buffer.snapshot import Cut
 from trainers.batch import Columns, StepRows
 from trainers.learner import StepResult
-
-if TYPE_CHECKING:
-    from buffer.snapshot import Cut
 
 
 class RowSource(Protocol):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from buffer.files import write_cut
+from buffer.snapshot import Cut
 from trainers.checkpoints import (
     BUFFER_FOLDER,
     CRITIC_FOLDER,
@@ -27,9 +28,6 @@ from trainers.ports import RowSource, ValueModel
 from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 from trainers.recorder import Recorder
-
-if TYPE_CHECKING:
-    from buffer.snapshot import Cut
 
 Saving = asyncio.Task[Checkpoint]
 
@@ -106,8 +104,7 @@ class Saver:
             _require(folder / CRITIC_FOLDER)
 
         async def buffer(folder: Path) -> None:
-            fetched = await asyncio.gather(*(self._rows.fetch(reference) for reference in cut.references.values()))
-            columns = dict(zip(cut.references, fetched, strict=True))
+            columns = await asyncio.gather(*(self._rows.fetch(reference) for reference in cut.references))
             await asyncio.to_thread(write_cut, folder / BUFFER_FOLDER, cut.state, columns)
 
         return [ranks, buffer] if self._critic is None else [ranks, critic, buffer]
