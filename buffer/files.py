@@ -30,7 +30,13 @@ def write_cut(folder: Path, state: Mapping[str, Any], columns: Sequence[Columns]
     from pyarrow import parquet
 
     records = [
-        {"row": row, "stage": stage, "column": name, "dtype": array.dtype.newbyteorder("<").str, "values": _bytes(array)}
+        {
+            "row": row,
+            "stage": stage,
+            "column": name,
+            "dtype": array.dtype.newbyteorder("<").str,
+            "values": _bytes(array),
+        }
         for (row, stage), arrays in zip(places(state), columns, strict=True)
         for name, array in arrays.items()
     ]

@@ -24,9 +24,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from buffer.columns import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Columns, nbytes
-from buffer.records import DataFailure, InfraFailure, Lease, Produced
+from buffer.records import DataFailure, InfraFailure, Lease, Produced, Prompt
+from makers import parity
 from makers.config import RolloutMaker as RolloutMakerConfig
-from makers.engines.engine import Engine, GroupRequest, Sample
+from makers.engines.engine import NO_VERSION, Engine, GroupRequest, Sample
+from makers.parity import Probe
 from makers.prompt_ids import PromptEncoder
 from weights.client import WeightClient
 
@@ -104,6 +106,19 @@ class RolloutMaker:
             ) from error
         columns = _columns(request, samples)
         return _produced(columns, samples, self._clock() - entered), columns
+
+    async def probe(self) -> Probe:
+        """What it answers to the text of `makers.parity`, greedily. Raises InfraFailure while it holds no version."""
+        if self._engine.version == NO_VERSION:
+            raise InfraFailure(f"maker {self._name}: holds no version of the weights")
+        assert self._encoder is not None, "probe() before start()"
+        prompt_ids = self._encoder.encode(Prompt("parity", parity.TEXT, {}))
+        request = GroupRequest(prompt_ids, seeds=[0], temperature=0.0, max_tokens=parity.TOKENS)
+        [sample] = await self._engine.generate(request)
+        first, last = int(sample.versions[0]), int(sample.versions[-1])
+        if first != last:  # new weights came in the middle: of these it is not sure
+            return await self.probe()
+        return Probe(first, tuple(map(int, sample.token_ids)), tuple(map(float, sample.logprobs)))
 
     def status(self) -> dict[str, float | int | str | None]:
         """The engine's counters; seconds of pulling and loading weights; rows waiting for a version; the last error."""

@@ -30,10 +30,13 @@ from topology.runs import RunError, RunFolder, read_json, write_json
 from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
+    from makers.parity import Probe
     from trainers.learner import Rendezvous
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SUPERVISOR_RETURNS = 60.0  # seconds until a supervisor that died must be back
+AT_ONCE = 5.0  # seconds within which a call fails that reached nobody
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Shell:
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.config = identity.config
+        self.started = False  # whether it can do what it is for
+        self._holds = 0
         _redirect_output(log_file(identity.folder, identity.name))
         # Before torch is imported: it reads these once.
         os.environ["OMP_NUM_THREADS"] = str(identity.threads)
@@ -74,6 +79,7 @@ class Shell:
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
             "devices": os.environ.get(VISIBLE, ""),
+            "started": self.started,
         }
 
     async def use_devices(self, devices: str) -> None:
@@ -81,13 +87,25 @@ class Shell:
         _show_devices(devices)
 
     async def hold(self) -> None:
-        """Called by the supervisor. Without it nobody would end this process, in a cluster that is not the run's own."""
-        try:
-            await self.actor("supervisor").hold.remote()
-        except ray.exceptions.RayActorError:
-            logging.getLogger(self.identity.name).error("the supervisor is gone: ending")
-            release(self.identity.namespace)
-            os._exit(1)
+        """Called by the supervisor, and again by the one that Ray starts after its death.
+
+        If none comes this process ends: in a cluster that is not the run's own nobody else would end it.
+        """
+        self._holds += 1
+        mine, gone_since = self._holds, 0.0
+        while mine == self._holds:
+            asked = time.monotonic()
+            try:
+                await self.actor("supervisor").hold.remote()
+            except (ray.exceptions.RayActorError, ValueError):  # the latter: nobody has its name
+                now = time.monotonic()
+                if now - asked > AT_ONCE:  # it held us until now
+                    gone_since = now
+                if now - gone_since > SUPERVISOR_RETURNS:
+                    logging.getLogger(self.identity.name).error("the supervisor is gone: ending")
+                    release(self.identity.namespace)
+                    os._exit(1)
+                await asyncio.sleep(0.5)
 
     def actor(self, name: str) -> Any:
         """The actor of this name that is there now."""
@@ -133,9 +151,12 @@ class WeightsActor(Shell):
 
     async def connect(self, ranks: Sequence[str], buckets: int) -> None:
         self._exporter = RayExporter([self.actor(rank) for rank in ranks], buckets, self.config.weights.timeout)
+        self.started = True
 
     async def publish(self, version: int) -> None:
         assert self._exporter is not None, "publish before connect"
+        if version == self._store.newest():
+            return  # asked once more because the answer was lost
         await self._store.publish(version, self._exporter)
 
     async def wait_newer(self, than: int, timeout: float) -> int:
@@ -181,6 +202,7 @@ class BufferActor(Shell):
             self._buffer.restore(state, [ray.put(values) for values in columns])
         else:
             self._buffer.save()
+        self.started = True
 
     def _save(self, state: dict[str, Any]) -> None:
         """A disk that is full costs the way back, not the run: an old state would train rows twice."""
@@ -212,6 +234,9 @@ class BufferActor(Shell):
 
     async def attach(self, info: MakerInfo) -> None:
         self._buffer.attach(RayMaker(info, self.actor(info.name)))
+
+    async def detach(self, name: str, drain: bool) -> None:
+        await self._buffer.detach(name, drain)
 
     async def maker_died(self, name: str, cause: str) -> None:
         self._buffer.maker_died(name, cause)
@@ -270,7 +295,16 @@ class MakerActor(Shell):
         stage = stage_of(config, group)
         if self._maker.stage != stage:
             raise ValueError(f"{config.kind} fills the stage `{self._maker.stage}`, so its group must have that name")
-        return MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots)
+        self._info = MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots)
+        self.started = True
+        return self._info
+
+    async def info(self) -> MakerInfo:
+        return self._info
+
+    async def probe(self) -> Probe:
+        """Of a rollout maker, as soon as it holds a version."""
+        return await self._maker.probe()  # type: ignore[attr-defined]
 
     async def make(self, values: list[Any], *inputs: Any) -> tuple[list[Any], Any]:
         """One lease and one answer, as `topology.wire` packs them."""
@@ -300,16 +334,25 @@ class MakerActor(Shell):
 class TrainerActor(Shell):
     """`trainer/ROLE`: the controller of one model."""
 
-    async def start(self, ranks: Sequence[str], start_step: int) -> None:
+    async def start(self, ranks: Sequence[str], step: int, version: int) -> None:
+        """`step` and `version`: where it begins, and under which number it publishes its first weights."""
         from topology.wiring import build_trainer
 
-        self._trainer = await asyncio.to_thread(build_trainer, self, ranks, start_step)
+        self._trainer = await asyncio.to_thread(build_trainer, self, ranks, step, version)
+        self._running: asyncio.Future[str] | None = None
+        self.started = True
 
     async def publish_start(self) -> None:
         await self._trainer.publish_start()
 
     async def run(self) -> str:
-        return await self._trainer.run()
+        """Asked once more, by a supervisor that came back, it is the same run."""
+        if self._running is None:
+            self._running = asyncio.ensure_future(self._trainer.run())
+        return await asyncio.shield(self._running)
+
+    async def refill(self) -> None:
+        await self._trainer.refill()
 
     async def checkpoint(self) -> str:
         """The folder of a checkpoint of the present step."""
@@ -329,6 +372,7 @@ class CriticActor(Shell):
         from topology.wiring import build_critic
 
         self._critic = await asyncio.to_thread(build_critic, self, ranks)
+        self.started = True
 
     async def values(self, rows: Any, references: Sequence[Any]) -> Any:
         return await self._critic.values(rows, references)
@@ -365,6 +409,7 @@ class RankActor(Shell):
 
         rendezvous = Rendezvous(index, world, address, self.config.limits.step)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
+        self.started = True
 
     def _start(self, rendezvous: Rendezvous, restore: str | None) -> None:
         from topology.plan import past_versions

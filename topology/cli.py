@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from topology.config import ConfigError
-from topology.interrupts import interrupt_as_usual, interrupt_once
+from topology.interrupts import interrupt_as_usual, interrupt_no_more, interrupt_once
 from topology.runs import ENDED, RUNS, RunError, all_runs, existing_run
 
 app = typer.Typer(
@@ -180,6 +180,53 @@ def stop(
 
 
 @app.command()
+def attach(
+    name: Name,
+    group: Annotated[str, typer.Argument(help="A maker group of the run; with --maker the name of a new one.")],
+    replicas: Annotated[int, typer.Option(help="How many makers more.", min=1)] = 1,
+    maker: Annotated[Path | None, typer.Option(help="A new group: a YAML file with the keys of a maker.")] = None,
+) -> None:
+    """Add makers to a live run; they work when this returns."""
+    from topology.config import load_maker
+    from topology.launch import Run
+
+    with errors():
+        section = None if maker is None else load_maker(maker)
+        found = Run(existing_run(name))
+        with err.status(f"attaching to {found.name} ..."):
+            names = found.attach(group, replicas, section)
+        out.print(f"attached to run {found.name}: {', '.join(names)}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def detach(
+    name: Name,
+    maker: Annotated[str, typer.Argument(help="Maker such as maker/rollout/1.")],
+    now: Annotated[bool, typer.Option("--now", help="Do not finish its rows: others make them again.")] = False,
+) -> None:
+    """Take one maker out of a live run; loses no row."""
+    from topology.launch import Run
+
+    with errors():
+        found = Run(existing_run(name))
+        with err.status(f"detaching {maker} ..."):
+            found.detach(maker, now)
+        out.print(f"detached from run {found.name}: {maker}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def checkpoint(name: Name) -> None:
+    """Write a checkpoint at the end of the present step; the run goes on."""
+    from topology.launch import Run
+
+    with errors():
+        found = Run(existing_run(name))
+        with err.status(f"waiting for the end of a step of {found.name} ..."):
+            folder = found.checkpoint()
+        out.print(str(folder), soft_wrap=True, markup=False)
+
+
+@app.command()
 def export(
     run_dir: Name, destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")]
 ) -> None:
@@ -279,7 +326,10 @@ def _leave(message: str, code: int) -> NoReturn:
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    finally:
+        interrupt_no_more()
 
 
 if __name__ == "__main__":

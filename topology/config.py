@@ -83,13 +83,19 @@ class ClusterConfig(Strict):
 
 
 class LimitsConfig(Strict):
-    """Every wait has a deadline; these are theirs, in seconds."""
+    """Every wait has a deadline; these are theirs, in seconds. And how much dying is borne."""
 
     start: float = Field(300.0, gt=0, description="From the first actor to all of them ready.")
     batch: float = Field(600.0, gt=0, description="Trainer waiting for complete rows.")
     step: float = Field(1800.0, gt=0, description="One optimizer step, or one checkpoint, on the ranks.")
     stop: float = Field(120.0, gt=0, description="Draining after `tandem stop`.")
     ping: float = Field(60.0, gt=0, description="An actor that does not answer for so long is hung.")
+    restarts: int = Field(
+        5,
+        ge=0,
+        description="How often an actor that died is made anew within restart_window; 0: its death ends the run.",
+    )
+    restart_window: float = Field(600.0, gt=0, description="Seconds after which the death of an actor is forgiven.")
 
 
 class RunConfig(Strict):
@@ -129,9 +135,23 @@ def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, An
 _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
 
+def load_maker(path: str | Path) -> dict[str, Any]:
+    """The keys of one maker, as in a section of `makers`. Raises ConfigError; what the keys mean is checked later."""
+    return _read(Path(path), "a maker is a mapping with `kind` and its settings")
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = (), name: str | None = None) -> RunConfig:
     """Read, override (`a.b=c`, values in YAML) and validate one config file. Raises ConfigError."""
     file = Path(path)
+    data = _read(file, "a config is a mapping with `name`, `model`, `prompts`, `makers`, `trainers`")
+    for override in overrides:
+        _apply_override(data, override)
+    if name is not None:
+        data["name"] = name
+    return parse_config(data, source=str(file))
+
+
+def _read(file: Path, expected: str) -> dict[str, Any]:
     try:
         text = file.read_text()
     except OSError as error:
@@ -145,12 +165,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), name: str | Non
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: a config is a mapping with `name`, `model`, `prompts`, `makers`, `trainers`")
-    for override in overrides:
-        _apply_override(data, override)
-    if name is not None:
-        data["name"] = name
-    return parse_config(data, source=str(file))
+        raise ConfigError(f"{file}: {expected}")
+    return data
 
 
 def parse_config(data: Mapping[str, Any], source: str = "config") -> RunConfig:

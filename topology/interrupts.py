@@ -28,6 +28,12 @@ def interrupt_as_usual() -> None:
         signal.signal(number, usual[number])
 
 
+def interrupt_no_more() -> None:
+    """Everything is done: a late signal, while the interpreter ends, must not change the exit code."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def kept_sigterm() -> Iterator[None]:
     """Around a library's call that takes SIGTERM for itself: afterwards the handler is what it was."""

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import psutil
 from makers.config import CustomMaker, FilePrompts, ModelConfig, RewardMaker
 from topology.bundles import Node
 from topology.capacity import Capacity
+from topology.changes import grown
 from topology.config import ConfigError, RunConfig, dump_config, load_config
 from topology.joining import cluster_address, connected
 from topology.keeper import HEAD_START, end_keeper, start_keeper
@@ -92,6 +93,43 @@ class Run:
             self.wait(timeout)
         self.wait_for_cluster_end()
         return self.status()
+
+    def attach(self, group: str, replicas: int = 1, maker: Mapping[str, Any] | None = None) -> list[str]:
+        """Makers more, which work when this returns; their names.
+
+        `replicas` more of a group that the run has, or with `maker` (keys as in the config) a new group. Raises ConfigError
+        for what cannot work, RunError: the run is then as it was.
+        """
+        config = load_config(self.folder.config)
+        section = None if maker is None else dict(maker)
+        check(grown(config, group, section, replicas))
+        return self._ask_supervisor("attach", group, section, replicas, timeout=2 * config.limits.start)
+
+    def detach(self, maker: str, now: bool = False) -> None:
+        """One maker fewer: it finishes its rows first, or with `now` others make them again. Raises ConfigError, RunError."""
+        config = load_config(self.folder.config)
+        self._ask_supervisor("detach", maker, now, timeout=config.limits.start + config.buffer.lease_timeout)
+
+    def checkpoint(self) -> Path:
+        """Have a checkpoint written of the present step, when that is done; its folder. Raises ConfigError, RunError."""
+        limits = load_config(self.folder.config).limits
+        return Path(self._ask_supervisor("checkpoint", timeout=limits.batch + 3 * limits.step))
+
+    def _ask_supervisor(self, method: str, *args: Any, timeout: float) -> Any:
+        state = self.status()["state"]
+        if state in ENDED:
+            raise ConfigError(f"run {self.name} has ended ({state}): {method} works while it runs")
+        with self._supervisor() as supervisor:
+            import ray
+
+            try:
+                return ray.get(getattr(supervisor, method).remote(*args), timeout=timeout)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ConfigError):
+                    raise ConfigError(str(error.cause)) from None
+                raise RunError(f"run {self.name}: {method}: {error.cause}") from None
+            except ray.exceptions.GetTimeoutError:
+                raise RunError(f"run {self.name}: {method} was not done within {timeout:g} s") from None
 
     def wait_for_cluster_end(self, timeout: float = 60.0) -> None:
         """The keeper ends the run's own cluster shortly after the run; wait for that. Raises TimeoutError."""
@@ -409,6 +447,7 @@ def _create_supervisor(ray: Any, prepared: Prepared, folder: RunFolder, checkpoi
         lifetime="detached",
         num_cpus=0,
         max_concurrency=1000,
+        max_restarts=-1,  # it finds the other actors again by their names
         scheduling_strategy=here,
     )
     try:

@@ -2,6 +2,7 @@
 
     starting -> stale -> healthy <-> suspect        a maker is stale until it holds the newest weights; others never are
     any of these -> dead -> restarting -> starting  after a pause that grows with each death, within a budget
+    any of these -> restarting                      made anew because of the death of another
     any of these -> draining -> retired             taken out on purpose: its death is then no failure
     dead -> retired                                 the budget is spent
 
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 State = Literal["starting", "stale", "healthy", "suspect", "dead", "restarting", "draining", "retired"]
 
@@ -92,14 +93,16 @@ class Lifecycle:
         return min(FIRST_PAUSE * 2 ** (len(self.deaths) - 1), LONGEST_PAUSE)
 
     def restart(self) -> None:
-        """The pause is over; the new actor is being asked for."""
-        self._go("restarting", "dead")
+        """It is being made anew: after the pause of its death, or together with one that died."""
+        self._go("restarting", "starting", "stale", "healthy", "suspect", "dead")
 
     def created(self) -> None:
         self._go("starting", "restarting")
 
-    def retire(self) -> None:
-        self._go("retired", "draining", "dead", "restarting")
+    def end(self) -> None:
+        """The run is over, or done with it. Who is dead stays dead."""
+        if self.state != "dead":
+            self._go("retired", *get_args(State))
 
     def _go(self, state: State, *allowed: State) -> None:
         if self.state not in allowed:

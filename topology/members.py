@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 from topology.capacity import PlannedActor
 from topology.config import RunConfig
+from topology.lifecycle import Lifecycle, State
 from topology.roles import POLICY, role_of
 
 
@@ -17,19 +19,31 @@ class Member:
     """One actor under supervision. `status` is what it last said of itself."""
 
     planned: PlannedActor
-    handle: Any
-    state: str = "starting"  # starting, ready, dead; ended with the run
+    life: Lifecycle
+    handle: Any = None  # of the actor that has the name now
     place: dict[str, Any] = field(default_factory=dict)  # pid and node, once it has answered
     status: dict[str, Any] = field(default_factory=dict)
+    info: Any = None  # of a maker: its MakerInfo
+    joining: bool = False  # a maker that is being attached: if it dies it is refused, not made anew
+    attached_to: Any = None  # of a maker: the buffer's actor that calls it
+    watchers: list[asyncio.Task[None]] = field(default_factory=list)  # of that actor
 
     @property
     def name(self) -> str:
         return self.planned.name
 
+    @property
+    def kind(self) -> str:
+        return self.planned.kind
+
+    @property
+    def state(self) -> State:
+        return self.life.state
+
     def row(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "kind": self.planned.kind,
+            "kind": self.kind,
             "state": self.state,
             "pid": self.place.get("pid"),
             "node": self.place.get("node"),

@@ -42,6 +42,7 @@ class Placement:
         self._groups = groups
         self._namespace = namespace
         self._where: dict[str, PlacementGroupSchedulingStrategy] = {}
+        self._reserved: dict[str, tuple[str, ...]] = {}  # by group: for whom
 
     async def reserve(self, on_wait: OnWait) -> None:
         """Returns when every bundle is placed; `on_wait` is told of each group that has to wait. Raises CannotPlace."""
@@ -49,6 +50,33 @@ class Placement:
         await asyncio.gather(
             *(self._place(group, handle, on_wait) for group, handle in zip(self._groups, handles, strict=True))
         )
+
+    async def add(self, group: BundleGroup) -> None:
+        """Reserve for actors that come later, at once or not at all. Raises CannotPlace with what is free."""
+        handle = self._request(group)
+        if not await asyncio.to_thread(handle.wait, PATIENCE):
+            free = say(_free(group))
+            try:
+                _refuse_if_never(group, handle)
+                raise CannotPlace(f"placement: {group.name} needs {_needs(group)}, free now: {free}")
+            finally:
+                remove_placement_group(handle)
+        self._settle(group, handle)
+
+    def adopt(self, groups: Sequence[BundleGroup]) -> None:
+        """What an earlier life of the supervisor has reserved, by the names of the groups."""
+        named = {row["name"]: row for row in placement_group_table().values() if row["state"] != "REMOVED"}
+        for group in groups:
+            row = named.get(self._name(group))
+            if row is not None:
+                self._settle(group, PlacementGroup(ray.PlacementGroupID.from_hex(row["placement_group_id"])))
+
+    def free(self, actor: str) -> None:
+        """Give back what was reserved for this actor alone."""
+        alone = [name for name, actors in self._reserved.items() if actors == (actor,)]
+        for name in alone:
+            del self._reserved[name]
+            remove_placement_group(self._where.pop(actor).placement_group)
 
     def strategy(self, actor: str) -> PlacementGroupSchedulingStrategy | None:
         """None for an actor that asks for nothing."""
@@ -58,7 +86,7 @@ class Placement:
         return placement_group(
             [_demand(bundle.resources) for bundle in group.bundles],
             strategy=group.policy.upper(),
-            name=f"{self._namespace}/{group.name}",
+            name=self._name(group),
             lifetime="detached",
         )
 
@@ -70,9 +98,16 @@ class Placement:
                 on_wait(group.name, self.waiting[group.name], say(_free(group)))
                 told = True
         del self.waiting[group.name]
+        self._settle(group, handle)
+
+    def _settle(self, group: BundleGroup, handle: Any) -> None:
+        self._reserved[group.name] = tuple(actor for bundle in group.bundles for actor in bundle.actors)
         for bundle, index in zip(group.bundles, _node_by_node(handle), strict=True):
             for actor in bundle.actors:
                 self._where[actor] = PlacementGroupSchedulingStrategy(handle, placement_group_bundle_index=index)
+
+    def _name(self, group: BundleGroup) -> str:
+        return f"{self._namespace}/{group.name}"
 
 
 def release(namespace: str) -> None:

@@ -149,8 +149,13 @@ def read_json(file: Path) -> Any | None:
 
 
 def write_json(file: Path, value: Any, indent: int | None = 1) -> None:
+    write_text(file, json.dumps(value, indent=indent, default=str))
+
+
+def write_text(file: Path, text: str) -> None:
+    """The old text or the new one, never half of it."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=indent, default=str))
+    draft.write_text(text)
     draft.replace(file)
 
 

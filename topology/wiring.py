@@ -27,7 +27,7 @@ CALL = 60.0  # seconds for a call that only asks or tells
 MAKER_STATUS = 2.0  # seconds after which a maker's last status has to do
 
 
-def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
+def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> Trainer:
     """The trainer `policy` of the run that `shell` (a TrainerActor) belongs to."""
     config, folder = shell.config, RunFolder(Path(shell.identity.folder))
     settings = config.trainers[POLICY]
@@ -58,7 +58,8 @@ def build_trainer(shell: Any, ranks: Sequence[str], start_step: int) -> Trainer:
         evaluation=_evaluation(config),
         rows_writer=writer,
         turns=_turns(shell, rows, group),
-        start_step=start_step,
+        start_step=step,
+        start_version=version,
     )
 
 

@@ -87,7 +87,9 @@ class Saver:
             copied.set()
             checkpoint = await self._checkpointer.save(meta, self._writers(cut))
         except Exception as error:
-            cause = error if isinstance(error, CheckpointError) else CheckpointError(f"step {step}, not copied: {error}")
+            cause = (
+                error if isinstance(error, CheckpointError) else CheckpointError(f"step {step}, not copied: {error}")
+            )
             self._recorder.event("checkpoint_failed", step=step, cause=str(cause))
             raise cause from error
         self._recorder.event("checkpoint", step=step, folder=str(checkpoint.path))

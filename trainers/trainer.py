@@ -122,10 +122,22 @@ class Trainer:
         self._idle.set()
         self._end_of_data = False
         self._held_out: Mapping[str, Any] | None = None
+        self._ranks_work = asyncio.Lock()  # no two calls of them may cross: their collectives would
 
     async def publish_start(self) -> None:
         """Publish the weights the run starts from."""
         await self._publish(self._start_version)
+
+    async def refill(self) -> None:
+        """The weight store has lost what it held: give it the present weights again, if they are those of a version.
+
+        If they are not, or makers have the devices, it has to do without until the next version.
+        """
+        async with self._ranks_work:
+            version = self._exact_version()
+            if version is not None and (self._turns is None or self._turns.holder == "ranks"):
+                what = f"weights.publish({version}), once more"
+                await self._within(self._deadlines.step, what, self._weights.publish(version))
 
     async def run(self) -> str:
         """Train to the last step (`done`), until `stop` (`stopped`) or `end_of_data`. Raises what ends the run.
@@ -201,13 +213,20 @@ class Trainer:
             return
         if batch is None:
             return
+        async with self._ranks_work:
+            trained = await self._step(batch, step)
+        if trained:
+            await self._between_steps(batch)
+
+    async def _step(self, batch: Batch, step: int) -> bool:
+        """Whether the batch was trained on."""
         await self._hand_to("ranks")
         try:
             with self._phase("train"):
                 trained = await self._training.train(batch, step, self._exact_version())
         except NotTrained as error:
             await self._skip(batch, error.kind, str(error))
-            return
+            return False
         await self._within(self._deadlines.call, "rows.trained", self._rows.trained(batch.row_ids, step))
         self._progress.step = step
         self._note_skipped(step, trained.losses)
@@ -215,7 +234,7 @@ class Trainer:
         if step % self._schedule.publish_every == 0:
             await self._publish(self._version + 1)
         await self._record(batch, trained)
-        await self._between_steps(batch)
+        return True
 
     async def _batch(self) -> Batch | None:
         """The next rows with their columns, ages checked; None when a stop came first."""
@@ -353,10 +372,13 @@ class Trainer:
 
     async def _checkpoint(self) -> Saving:
         """Take one of the present step. Returns when its state is copied: who writes it, which may fail."""
-        meta = {"step": self._progress.step, "version": self._progress.version, "steps": self._config.steps}
-        await self._hand_to("ranks")
+        meta = {"step": self._progress.step, "version": self._version, "steps": self._config.steps}
         with self._phase("checkpoint"):
-            saving = await self._saver.begin(meta)
+            await self._saver.settle()
+        async with self._ranks_work:
+            await self._hand_to("ranks")
+            with self._phase("checkpoint"):
+                saving = await self._saver.begin(meta)
         for wanted in self._wanted:
             saving.add_done_callback(partial(_answer, wanted))
         self._wanted = []
@@ -383,7 +405,7 @@ class Trainer:
     async def _finish(self, outcome: str) -> None:
         step = self._progress.step
         with self._phase("checkpoint"):
-            await self._saver.settle()
+            await self._saver.settle()  # else it is not known whether this step has one
         due = self._schedule.checkpoint_at_end and step > self._start_step and not self._saver.has(step)
         if due or (self._wanted and step):
             saving = await self._checkpoint()

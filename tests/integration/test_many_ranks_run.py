@@ -80,8 +80,8 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(folder: Path) -> Killed:
-    """1m2t, after one of its two ranks was killed midway."""
-    with Command(folder, "run", config("1m2t"), *sets(*EXACT, ENDLESS)) as process:
+    """1m2t without restarts, after one of its two ranks was killed midway."""
+    with Command(folder, "run", config("1m2t"), *sets(*EXACT, ENDLESS, "limits.restarts=0")) as process:
         wait_for((folder / "runs/1m2t/checkpoints/latest").exists, 150, "a checkpoint")
         before = status(folder, "1m2t")
         os.kill(pids(before)[RANKS[1]], signal.SIGKILL)

@@ -151,8 +151,9 @@ def test_an_exported_policy_loads_in_transformers_megatron_and_vllm(finished: Pa
     assert metrics(finished, "again")[0]["mismatch/kl"] < 1e-3
 
 
-def test_killing_a_maker_ends_the_run_with_its_name_in_seconds(workplace: Path) -> None:
-    tandem(workplace, "run", TINY, "--detach", "--set", "trainers.policy.steps=100000")
+def test_without_restarts_the_death_of_a_maker_ends_the_run_with_its_name_in_seconds(workplace: Path) -> None:
+    settings = ("--set", "trainers.policy.steps=100000", "--set", "limits.restarts=0")
+    tandem(workplace, "run", TINY, "--detach", *settings)
     found = wait_until(workplace, "tiny", lambda s: s["state"] == "running" and s["step"] >= 1)
     victim = next(actor for actor in found["actors"] if actor["name"] == "maker/rollout/0")
     os.kill(victim["pid"], signal.SIGKILL)

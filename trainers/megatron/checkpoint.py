@@ -41,9 +41,7 @@ def stage(model: Any, optimizer: Any, hf_config: Any) -> Callable[[Path], None]:
                 (folder / MODEL_FILE).write_text(json.dumps(description, indent=1))
         except OSError as error:
             free = shutil.disk_usage(folder).free / 2**20
-            raise CheckpointError(
-                f"{folder} cannot be written, its disk has {free:.1f} MiB free: {error}"
-            ) from error
+            raise CheckpointError(f"{folder} cannot be written, its disk has {free:.1f} MiB free: {error}") from error
 
     return write
 

@@ -49,7 +49,12 @@ def take(sharded_state: dict[str, Any], *, first: bool) -> dict[str, Any]:
     tensors = [value for value in own if isinstance(value, ShardedTensor)]
     objects = {value.unique_key: value.data for value in own if isinstance(value, ShardedObject)}
     shards = [
-        {"key": t.key, "offset": list(t.global_offset), "size": list(t.global_shape), "data": to_host(_whole(t, t.data))}
+        {
+            "key": t.key,
+            "offset": list(t.global_offset),
+            "size": list(t.global_shape),
+            "data": to_host(_whole(t, t.data)),
+        }
         for t in tensors
     ]
     return {SHARDS: shards, OBJECTS: copied(objects)} | ({COMMON: copied(common)} if first else {})
@@ -106,8 +111,7 @@ def _read(wanted: ShardedTensor, parts: Sequence[_Stored]) -> Tensor:
         shape = file_slice.get_shape()
         begins = [max(a, b) for a, b in zip(part.offset, wanted.global_offset, strict=True)]
         ends = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(part.offset, shape, wanted.global_offset, target.shape, strict=True)
+            min(a + n, b + m) for a, n, b, m in zip(part.offset, shape, wanted.global_offset, target.shape, strict=True)
         ]
         if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
             continue
@@ -132,4 +136,3 @@ def _whole(sharded: ShardedTensor, local: Tensor) -> Tensor:
 
 def _slices(begins: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> Iterator[slice]:
     return (slice(begin - o, end - o) for begin, end, o in zip(begins, ends, offset, strict=True))
-

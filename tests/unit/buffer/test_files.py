@@ -14,7 +14,10 @@ from pyarrow import parquet
 
 from buffer.files import CutError, read_cut, write_cut
 
-STATE = {"filled": [{"id": 3, "produced": {"rollout": {}, "reward": {}}}, {"id": 5, "produced": {"rollout": {}}}], "x": [1.5]}
+STATE = {
+    "filled": [{"id": 3, "produced": {"rollout": {}, "reward": {}}}, {"id": 5, "produced": {"rollout": {}}}],
+    "x": [1.5],
+}
 
 
 def columns() -> list[dict[str, np.ndarray]]:

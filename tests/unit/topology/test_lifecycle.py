@@ -107,7 +107,7 @@ class AnyLife(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    @rule(what=st.sampled_from(["loaded", "joined", "silent", "answered", "drain", "restart", "created", "retire"]))
+    @rule(what=st.sampled_from(["loaded", "joined", "silent", "answered", "drain", "restart", "created", "end"]))
     def something_is_told(self, what: str) -> None:
         before = self.actor.state
         try:

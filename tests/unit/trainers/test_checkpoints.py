@@ -80,9 +80,7 @@ def test_cancelled_checkpoint_leaves_no_partial_one(tmp_path: Path) -> None:
         await asyncio.Event().wait()
 
     async def main() -> None:
-        saving = asyncio.create_task(
-            Checkpointer(tmp_path, 1).save({"step": 1, "version": 1}, [forever])
-        )
+        saving = asyncio.create_task(Checkpointer(tmp_path, 1).save({"step": 1, "version": 1}, [forever]))
         await writing.wait()
         assert names(tmp_path) == [".partial-step-000001"]
         saving.cancel()
@@ -133,7 +131,9 @@ def test_broken_file_is_named_with_its_size_and_what_else_can_be_used(tmp_path: 
             "step is '10', expected a number >= 0",
         ),
         (
-            json.dumps({"format": "tandem-checkpoint", "format_version": 2, "step": 1, "version": 1, "files": {"../x": 1}}),
+            json.dumps(
+                {"format": "tandem-checkpoint", "format_version": 2, "step": 1, "version": 1, "files": {"../x": 1}}
+            ),
             "its file '../x' is outside of the checkpoint",
         ),
         (None, "is not a Tandem checkpoint: it has no meta.json"),

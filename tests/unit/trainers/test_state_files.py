@@ -40,7 +40,10 @@ def through(file: Path, state: dict[str, Any]) -> dict[str, Any]:
 def test_a_state_is_read_as_it_was_written_with_its_types(tmp_path: Path) -> None:
     state = {
         "model": {"a.b": torch.tensor([1.5, -0.0], dtype=torch.bfloat16), "a": {"b": torch.arange(6).view(2, 3).t()}},
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}, 1: {}}, "groups": [{"betas": (0.9, 0.95), "fused": True}]},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0)}, 1: {}},
+            "groups": [{"betas": (0.9, 0.95), "fused": True}],
+        },
         "rest": [None, "text", 7, 1e-300, float("inf"), [], (), {}, -(2**70)],
     }
     found = through(tmp_path / "state.safetensors", state)

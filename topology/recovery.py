@@ -1,0 +1,287 @@
+"""What is done when an actor dies: the supervisor's part that makes the run go on.
+
+    a maker                  its rows are made by others at once; it is made anew and attached again
+    the buffer               made anew from its own file; the makers are attached to it again
+    the weight store         made anew; the trainer fills it again
+    anything of training     all of it is made anew from the last checkpoint; makers and buffer go on meanwhile
+    this supervisor          Ray starts it again, and it adopts the actors that it finds
+
+Guarantees: whatever dies meanwhile is handled as well; each restart is an event with the seconds it took; what has died more
+often than its limits allow ends the run, except a maker whose stage others fill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import ray
+
+from topology.capacity import PlannedActor
+from topology.config import load_config
+from topology.crew import Origin, RunFailed
+from topology.members import Member
+from topology.roles import stage_of, stages_of
+from topology.runs import ENDED, read_json
+from topology.shifts import own_bundle, planned_maker
+from trainers.checkpoints import CheckpointError, find_latest
+
+if TYPE_CHECKING:
+    from topology.supervisor import Supervisor
+
+LOOK = 0.1  # seconds between two looks at whether somebody is back
+
+
+class Recovery:
+    def __init__(self, run: Supervisor) -> None:
+        self._run = run
+        self._crew = run.crew
+        self._lost_training = asyncio.Event()
+        self._lost_cause, self._pause = "", 0.0
+        self._restarting_training = False
+
+    # --- deaths -------------------------------------------------------------------------------------------------------
+
+    def lost(self, member: Member, cause: str) -> None:
+        """An actor died, hangs, or could not be started again."""
+        self._crew.end(member)
+        draining = member.state == "draining"
+        pause = member.life.died(cause)
+        if draining or member.joining:
+            return  # who detaches or attaches it goes on from here
+        if self._run.state != "running":
+            self._run.fail(cause)
+        elif self._crew.in_training(member):
+            self._note_lost_training(member, cause, pause)
+        elif member.kind == "maker":
+            self._run.spawn(self._without_maker(member, cause, pause), f"without {member.name}")
+        elif pause is None:
+            self._run.fail(self._given_up(member, cause))
+        else:
+            again = self._buffer_again if member.kind == "buffer" else self._weights_again
+            self._run.spawn(self._again(member, pause, again), f"{member.name} again")
+
+    def _given_up(self, member: Member, cause: str) -> str:
+        limits = self._run.config.limits
+        if limits.restarts == 0:
+            return cause
+        return (
+            f"{cause} (death {len(member.life.deaths)} within limits.restart_window = {limits.restart_window:g} s, "
+            f"limits.restarts is {limits.restarts})"
+        )
+
+    async def _without_maker(self, member: Member, cause: str, pause: float | None) -> None:
+        if member.attached_to is self._crew.buffer.handle:
+            with suppress(RunFailed):  # it dies too; its successor does not know this maker
+                await self._crew.ask(self._crew.buffer, "maker_died", member.name, cause)
+        if pause is None:
+            told = self._given_up(member, cause)
+            if self._run.config.limits.restarts == 0 or not self._others_fill(self._stage(member)):
+                self._run.fail(told)
+            else:
+                self._run.event("gave_up", actor=member.name, cause=told)
+            return
+        await self._again(member, pause, self._maker_again)
+
+    async def _again(self, member: Member, pause: float, start: Callable[[Member], object]) -> None:
+        began = time.monotonic()
+        await asyncio.sleep(pause)
+        if member.state != "dead" or self._crew.members.get(member.name) is not member:
+            return  # it was detached meanwhile
+        try:
+            await self._crew.make_anew([member])
+            await start(member)  # type: ignore[misc]
+        except RunFailed as error:
+            if member.life.alive and member.state != "draining":  # else its death is handled already
+                self._run.event("death", actor=member.name, cause=str(error))
+                self.lost(member, str(error))
+            return
+        self._run.event("restart", actor=member.name, seconds=round(time.monotonic() - began, 3))
+
+    async def _maker_again(self, member: Member) -> None:
+        await self._crew.start_maker(member)
+        await self.there(self._crew.buffer)
+        await self._crew.attach(member)
+
+    async def _buffer_again(self, buffer: Member) -> None:
+        await self._crew.start_buffer(self._run.origin, recover=True)
+        self._run.watch_buffer()
+        for maker in self._crew.kind("maker"):
+            if maker.life.useful:
+                with suppress(RunFailed):  # dead as well: attached when it comes back
+                    await self._crew.attach(maker)
+
+    async def _weights_again(self, weights: Member) -> None:
+        """Where training is lost too, its restart connects the store and publishes into it."""
+        if not self._training_is_down:
+            await self._crew.connect_weights()
+            await self._crew.ask(self._crew.trainer, "refill")
+
+    async def there(self, member: Member) -> None:
+        """Until others may rely on it. Raises RunFailed after limits.start seconds."""
+        limit = self._run.config.limits.start
+        try:
+            async with asyncio.timeout(limit):
+                while not member.life.useful:  # noqa: ASYNC110  (it has many ways to come back)
+                    await asyncio.sleep(LOOK)
+        except TimeoutError:
+            raise RunFailed(f"{member.name}: not back within limits.start = {limit:g} s") from None
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _training_is_down(self) -> bool:
+        return self._restarting_training or self._lost_training.is_set()
+
+    def _note_lost_training(self, member: Member, cause: str, pause: float | None) -> None:
+        if pause is None:
+            self._run.fail(self._given_up(member, cause))
+            return
+        if not self._lost_training.is_set():
+            self._lost_cause, self._pause = cause, 0.0
+        self._pause = max(self._pause, pause)
+        self._lost_training.set()
+
+    async def training_lost(self) -> None:
+        """Returns when an actor of training has died."""
+        await self._lost_training.wait()
+
+    async def training_was_lost(self, within: float) -> bool:
+        """Whether one has died, or does within so many seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._lost_training.wait(), within)
+        return self._lost_training.is_set()
+
+    async def restart_training(self) -> None:
+        """Until all of training is back, at the last checkpoint. Raises RunFailed when that is tried too often."""
+        began = time.monotonic()
+        self._restarting_training = True
+        try:
+            while self._lost_training.is_set():
+                await self._try_training()
+        finally:
+            self._restarting_training = False
+        origin = self._run.origin
+        seconds = round(time.monotonic() - began, 3)
+        self._run.event("restart", actor="training", step=origin.step, version=origin.version, seconds=seconds)
+
+    async def _try_training(self) -> None:
+        cause = self._lost_cause
+        self._lost_training.clear()
+        await asyncio.sleep(self._pause)
+        crew = self._crew
+        try:
+            for maker in (member for member in crew.training() if member.kind == "maker"):
+                await crew.ask(crew.buffer, "maker_died", maker.name, cause)
+            await crew.make_anew(crew.training())
+            await self.there(crew.weights) if crew.weights.state == "dead" else None
+            self._run.origin = await self._origin()
+            await crew.start_training(self._run.origin)
+            await self.there(crew.buffer)
+            await crew.ask(crew.buffer, "rewind", self._run.origin.step)
+            await crew.publish_start()
+            for maker in (member for member in crew.training() if member.kind == "maker"):
+                await self._maker_again(maker)
+        except RunFailed as error:
+            if await self.training_was_lost(LOOK):
+                return  # somebody else of it died: once more
+            self._run.event("death", actor=crew.trainer.name, cause=str(error))
+            self.lost(crew.trainer, str(error))
+
+    async def _origin(self) -> Origin:
+        """The last checkpoint, and the number after that of the newest version that anybody has seen."""
+        crew = self._crew
+        seen = [member.status.get("version") for member in crew.members.values()]
+        if crew.weights.life.useful:
+            seen.append((await crew.ask(crew.weights, "status"))["version"])
+        newest = max((version for version in seen if version is not None), default=-1)
+        try:
+            checkpoint = find_latest(self._run.folder.checkpoints)
+        except CheckpointError:
+            return Origin(version=newest + 1)  # none was written yet
+        return Origin(checkpoint.step, newest + 1, folder=str(checkpoint.path))
+
+    # --- what is missing ----------------------------------------------------------------------------------------------
+
+    def waits_for(self) -> str | None:
+        """What the run cannot go on without and is not there now."""
+        if self._training_is_down:
+            return f"training is made anew: {self._lost_cause}"
+        for service in (self._crew.buffer, self._crew.weights):
+            if not service.life.useful:
+                return f"{service.name} is made anew: {service.life.cause}"
+        for stage in stages_of(self._crew.config):
+            fills = [member for member in self._crew.kind("maker") if self._stage(member) == stage]
+            if not any(member.life.useful for member in fills):
+                comes = [member.name for member in fills if member.state in ("dead", "restarting", "starting", "stale")]
+                return f"no maker for {stage}: " + (f"{', '.join(comes)} is made anew" if comes else "attach one")
+        return None
+
+    def _others_fill(self, stage: str) -> bool:
+        fills = [member for member in self._crew.kind("maker") if self._stage(member) == stage]
+        return any(member.state not in ("retired", "draining") for member in fills)
+
+    def _stage(self, member: Member) -> str:
+        group = member.name.split("/")[1]
+        return stage_of(self._crew.config.makers[group], group)
+
+    # --- after a death of the supervisor itself -----------------------------------------------------------------------
+
+    async def adopt(self) -> None:
+        """Find the actors of the run by their names, and go on. Raises RunFailed if it had not begun to run."""
+        run, crew = self._run, self._crew
+        status = read_json(run.folder.status_file)
+        if status is None or status["state"] in ("starting", "draining", *ENDED):
+            raise RunFailed(f"supervisor: died while the run was {status and status['state']}")
+        crew.config = load_config(run.folder.config)
+        run.state = "running"
+        names = {
+            row["name"]
+            for row in ray.util.list_named_actors(all_namespaces=True)
+            if row["namespace"] == run.identity.namespace
+        }
+        planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
+        added = [planned_maker(crew.config, name) for name in sorted(names - planned.keys() - {"supervisor"})]
+        run.placement.adopt([*run.plan.groups, *map(own_bundle, added)])
+        for actor in (*planned.values(), *added):
+            if actor.name in names or not self._was_detached(actor, status):
+                await self._adopt(crew.enlist(actor), actor.name in names)
+        run.event("adopted", actors=len(crew.members))
+        for maker in crew.kind("maker"):
+            if maker.life.useful:
+                await self._adopt_maker(maker)
+
+    def _was_detached(self, actor: PlannedActor, status: dict[str, object]) -> bool:
+        known = status["actors"]
+        assert isinstance(known, list)
+        return actor.kind == "maker" and all(row["name"] != actor.name for row in known)
+
+    async def _adopt(self, member: Member, there: bool) -> None:
+        if there:
+            with suppress(ValueError):  # died a moment ago
+                member.handle = ray.get_actor(member.name, namespace=self._run.identity.namespace)
+        if member.handle is None:
+            self.lost(member, f"{member.name}: gone when the supervisor came back")
+            return
+        self._run.watch.over(member)
+        try:
+            place = await self._crew.ask(member, "ping")
+        except RunFailed:
+            return  # its death is told by the watch
+        member.place = place
+        if place["started"]:
+            member.life.joined()
+        else:
+            self.lost(member, f"{member.name}: was being started when the supervisor died")
+
+    async def _adopt_maker(self, maker: Member) -> None:
+        with suppress(RunFailed):
+            maker.info = await self._crew.ask(maker, "info")
+            known = (await self._crew.ask(self._crew.buffer, "status"))["makers"]
+            if maker.name in known:
+                maker.attached_to = self._crew.buffer.handle
+            else:
+                await self._crew.attach(maker)
