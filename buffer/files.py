@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+from pyarrow import parquet
 
 from buffer.columns import Columns
 from buffer.snapshot import places
@@ -26,9 +28,6 @@ class CutError(ValueError):
 
 def write_cut(folder: Path, state: Mapping[str, Any], columns: Sequence[Columns]) -> None:
     """`columns[i]` are those of `places(state)[i]`. One record of the Parquet file is one array, in little-endian bytes."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
     records = [
         {
             "row": row,
@@ -40,10 +39,8 @@ def write_cut(folder: Path, state: Mapping[str, Any], columns: Sequence[Columns]
         for (row, stage), arrays in zip(places(state), columns, strict=True)
         for name, array in arrays.items()
     ]
-    schema = pa.schema(
-        [("row", pa.int64()), ("stage", pa.string()), ("column", pa.string()), ("dtype", pa.string())]
-        + [("values", pa.large_binary())]
-    )
+    texts = [(name, pa.string()) for name in ("stage", "column", "dtype")]
+    schema = pa.schema([("row", pa.int64()), *texts, ("values", pa.large_binary())])
     folder.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.Table.from_pylist(records, schema=schema), folder / COLUMNS)
     (folder / STATE).write_text(json.dumps(state))
@@ -51,9 +48,6 @@ def write_cut(folder: Path, state: Mapping[str, Any], columns: Sequence[Columns]
 
 def read_cut(folder: Path) -> tuple[dict[str, Any], list[Columns]]:
     """What `write_cut` was given. Raises CutError."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
     found: dict[tuple[int, str], Columns] = {}
     try:
         state = json.loads((folder / STATE).read_text())

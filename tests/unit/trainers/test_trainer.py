@@ -264,7 +264,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_f
     async def main() -> str:
         trainer = bench.build()
         running = asyncio.create_task(trainer.run())
-        while len(bench.calls("train_step")) < 2 or trainer.status()["phase"] != "checkpoint":
+        while len(bench.calls("train_step")) < 2 or trainer.status()["phase"] != "checkpoint":  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         assert trainer.status()["phase"] == "checkpoint"
