@@ -100,6 +100,13 @@ class StateFile:
         return self._file.get_slice(name)
 
 
+def seed_generators(seed: int) -> None:
+    """Every generator of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_state() -> dict[str, Any]:
     """Of every generator of this process: Python, NumPy, torch, and torch's on its GPU."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()

@@ -17,7 +17,7 @@ from trainers.config import CriticConfig, Optimizer, TorchBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
-from trainers.state_files import StateFile, copied, random_state, set_random_state, write_state
+from trainers.state_files import StateFile, copied, random_state, seed_generators, set_random_state, write_state
 from trainers.step import LossFunction
 from trainers.stepping import SteppingLearner
 
@@ -30,7 +30,7 @@ class TorchLearner(SteppingLearner):
     policy: TorchPolicy
 
     def start(self) -> None:
-        torch.manual_seed(self._seed)
+        seed_generators(self._seed)
         self._begin()
 
     def _load(self) -> TorchPolicy:
