@@ -150,7 +150,8 @@ class TorchPolicy:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, local_files_only=True).to(self.device)
+        safe = {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, **safe).to(self.device)
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Two figures of each target, each segment by itself: its row i predicts token i + 1."""
