@@ -23,13 +23,14 @@ import ray
 
 from buffer.records import InfraFailure, MakerInfo, Prompt, SampledRow
 from topology.config import RunConfig
-from topology.handles import Peer, RayExporter, RayMaker, RayWeightClient
+from topology.handles import NotReady, Peer, RayExporter, RayMaker, RayWeightClient
 from topology.names import log_file, namespace_of
 from topology.placement import release
 from topology.runs import RunError, RunFolder, read_json, write_json
 from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
+    from buffer.buffer import Buffer
     from makers.parity import Probe
     from trainers.learner import Rendezvous
 
@@ -154,7 +155,8 @@ class WeightsActor(Shell):
         self.started = True
 
     async def publish(self, version: int) -> None:
-        assert self._exporter is not None, "publish before connect"
+        if self._exporter is None:
+            raise NotReady("weights: nobody to ask for an export yet")
         if version == self._store.newest():
             return  # asked once more because the answer was lost
         await self._store.publish(version, self._exporter)
@@ -183,7 +185,7 @@ class BufferActor(Shell):
 
         trainer = self.config.trainers[POLICY]
         prompts = await asyncio.to_thread(open_prompts, self.config.prompts)
-        self._buffer = Buffer(
+        buffer = Buffer(
             self.config.buffer,
             prompts,
             stages=stages_of(self.config),
@@ -196,13 +198,19 @@ class BufferActor(Shell):
             save=self._save,
         )
         if recover:
-            self._buffer.restore(self._saved())
+            buffer.restore(self._saved())
         elif checkpoint is not None:
             state, columns = await asyncio.to_thread(read_cut, Path(checkpoint) / BUFFER_FOLDER)
-            self._buffer.restore(state, [ray.put(values) for values in columns])
+            buffer.restore(state, [ray.put(values) for values in columns])
         else:
-            self._buffer.save()
-        self.started = True
+            buffer.save()
+        self._started_buffer, self.started = buffer, True
+
+    @property
+    def _buffer(self) -> Buffer:
+        if not self.started:
+            raise NotReady("buffer: is being started")
+        return self._started_buffer
 
     def _save(self, state: dict[str, Any]) -> None:
         """A disk that is full costs the way back, not the run: an old state would train rows twice."""

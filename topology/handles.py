@@ -31,6 +31,10 @@ class ActorLost(RuntimeError):
     """An actor died or cannot be reached."""
 
 
+class NotReady(RuntimeError):
+    """An actor that was made anew cannot do yet what it is for."""
+
+
 async def call(answer: Awaitable[T], timeout: float, what: str) -> T:
     """Await one remote call. Raises TimeoutError and ActorLost that name `what`."""
     try:
@@ -64,8 +68,8 @@ def death_cause(error: RayError) -> str:
 class Peer:
     """A named actor of the run, for calls that bear being made twice.
 
-    A call that meets a dead actor looks the name up again until its deadline: the actor may be made anew meanwhile. What
-    such a call had done before the death it may do once more.
+    A call that meets a dead actor looks the name up again until its deadline: the actor may be made anew meanwhile, and is
+    given the time to get ready. What such a call had done before the death it may do once more.
     """
 
     def __init__(self, name: str, namespace: str) -> None:
@@ -81,8 +85,9 @@ class Peer:
             try:
                 answer = getattr(self._found(), method).remote(*args, **named)
                 return await call(answer, deadline - time.monotonic(), asked)
-            except ActorLost:
-                self._actor = None
+            except (ActorLost, NotReady) as error:
+                if isinstance(error, ActorLost):
+                    self._actor = None
                 if time.monotonic() + AGAIN >= deadline:
                     raise
                 await asyncio.sleep(AGAIN)

@@ -165,6 +165,30 @@ def test_a_maker_that_is_killed_is_made_anew_and_no_row_is_lost(folder: Path, ru
     goes_on(run)
 
 
+@pytest.mark.parametrize("name", ["buffer", "weights"])
+def test_a_service_that_is_killed_is_made_anew_and_training_goes_on(folder: Path, run: Path, name: str) -> None:
+    pid = kill(run, name)
+    wait_for(back(run, name, pid), 60, f"{name} again")
+    goes_on(run)
+    assert told(folder, "restart", actor="training") == []  # nothing of it was lost
+
+
+@pytest.mark.parametrize("name", ["trainer/policy", "trainer/policy/rank/0"])
+def test_a_trainer_that_is_killed_goes_on_from_the_last_checkpoint_while_the_makers_live(
+    folder: Path, run: Path, name: str
+) -> None:
+    makers = {row["name"]: row["pid"] for row in recorded(run)["actors"] if row["kind"] == "maker"}
+    restarts = len(told(folder, "restart", actor="training"))
+    pid = kill(run, name)
+    wait_for(back(run, name, pid), 90, f"{name} again")
+    wait_for(lambda: len(told(folder, "restart", actor="training")) > restarts, 60, "the end of the restart")
+    newest = told(folder, "restart", actor="training")[-1]
+    assert newest["step"] % 5 == 0  # of a checkpoint
+    goes_on(run)
+    assert {row["name"]: row["pid"] for row in recorded(run)["actors"] if row["kind"] == "maker"} == makers
+    assert recorded(run)["versions"]["trainer"] > newest["version"]
+
+
 def test_a_run_without_a_maker_of_some_stage_waits_says_so_and_goes_on_when_one_comes(folder: Path, run: Path) -> None:
     for name in ("maker/rollout/1", "maker/short/0"):
         assert tandem(folder, "detach", "tiny", name, "--now").returncode == 0
