@@ -86,6 +86,8 @@ class FakeRows:
         return batch(self.version) if callable(batch) else batch
 
     async def fetch(self, reference: Any) -> Any:
+        if isinstance(reference, Exception):
+            raise reference
         return reference
 
     async def trained(self, row_ids: Sequence[int], step: int) -> None:
@@ -99,7 +101,7 @@ class FakeRows:
 
     async def published(self, version: int, step: int) -> None:
         self.version = version
-        self.log.append(("published", version))
+        self.log.append(("published", version, step))
 
     async def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float

@@ -30,7 +30,7 @@ from topology.runs import RunError, RunFolder, read_json, write_json
 from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
-    from buffer.buffer import Buffer
+    from buffer.buffer import Buffer, Cut
     from makers.parity import Probe
     from trainers.learner import Rendezvous
 
@@ -230,8 +230,8 @@ class BufferActor(Shell):
             )
         return state
 
-    async def cut(self) -> Any:
-        """A `buffer.buffer.Cut`; the columns come as references, in a list."""
+    async def cut(self) -> Cut:
+        """For a checkpoint: the columns come as references, since they are in a list."""
         return self._buffer.cut()
 
     async def rewind(self, step: int) -> None:

@@ -12,7 +12,10 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
+from buffer.records import ColumnsLost
 from trainers.dispatch import Call, call_of
+
+LOST_TOO = 10.0  # seconds in which all workers find out that an argument is lost
 
 
 class Worker(Protocol):
@@ -76,7 +79,7 @@ class RankGroup:
 
         `how` (dispatch, execute, collect: see `trainers.dispatch.Call`) replaces what the mark says, `timeout` the
         group's own. Raises RankError on the first failure, or when the deadline passes, naming the ranks that have not
-        answered.
+        answered; ColumnsLost when no rank could begin, since none was brought its arguments.
         """
         name, call = (method, None) if isinstance(method, str) else (method.__name__, call_of(method))
         call = replace(call or Call(), **how)
@@ -95,6 +98,10 @@ class RankGroup:
 
     async def _results(self, method: str, calls: list[asyncio.Task[Any]], timeout: float) -> list[Any]:
         done, waiting = await asyncio.wait(calls, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        if any(isinstance(call.exception(), ColumnsLost) for call in done):
+            done, waiting = await asyncio.wait(calls, timeout=LOST_TOO)
+            if not waiting and all(isinstance(call.exception(), ColumnsLost) for call in calls):
+                raise ColumnsLost(str(calls[0].exception()))
         for call in calls:
             if call in done and (error := call.exception()) is not None:
                 raise RankError(call.get_name(), method, f"failed ({type(error).__name__}: {error})") from error

@@ -25,10 +25,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from buffer.buffer import EndOfData
-from buffer.records import SampledRow
-from trainers.batch import Columns
+from buffer.records import ColumnsLost, SampledRow
 from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError
 from trainers.config import TrainerConfig
+from trainers.fetching import fetch_columns
 from trainers.guards import MismatchGate, SkipCounter, ages
 from trainers.learner import StepResult
 from trainers.metrics import MetricsBuilder, StepRecord
@@ -237,13 +237,17 @@ class Trainer:
         return True
 
     async def _batch(self) -> Batch | None:
-        """The next rows with their columns, ages checked; None when a stop came first."""
+        """The next rows with their columns, ages checked; None when a stop came first, or columns were lost."""
         rows = await self._sample()
         if rows is None:
             return None
         found = ages(rows, self._version, self._max_age)
         with self._phase("wait_for_batch"):
-            columns = await self._within(self._deadlines.batch, "fetch of columns", self._fetch(rows))
+            fetching = fetch_columns(self._rows, rows, self._config.stages)
+            columns, lost = await self._within(self._deadlines.batch, "fetch of columns", fetching)
+        if lost:
+            await self._tell_lost(lost)
+            return None
         return Batch(rows, columns, found)
 
     async def _sample(self) -> Sequence[SampledRow] | None:
@@ -265,14 +269,12 @@ class Trainer:
         finally:
             sampling.cancel()
 
-    async def _fetch(self, rows: Sequence[SampledRow]) -> list[dict[str, Columns]]:
-        stages = self._config.stages
-
-        async def one(row: SampledRow) -> dict[str, Columns]:
-            fetched = await asyncio.gather(*(self._rows.fetch(row.columns[stage]) for stage in stages))
-            return dict(zip(stages, fetched, strict=True))
-
-        return list(await asyncio.gather(*(one(row) for row in rows)))
+    async def _tell_lost(self, lost: Mapping[int, ColumnsLost]) -> None:
+        """The buffer has the lost columns made again; `sample` will find that the other rows are not held any more."""
+        for row_id, error in lost.items():
+            await self._within(self._deadlines.call, "rows.lost", self._rows.lost(row_id, error.stages, str(error)))
+        cause = str(next(iter(lost.values())))
+        self._recorder.event("columns_lost", step=self._progress.step + 1, row_ids=list(lost), cause=cause)
 
     @property
     def _version(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer.records import ColumnsLost
 from trainers.batch import StepPlan
 from trainers.estimates import Estimates
 from trainers.learner import StepResult
@@ -66,15 +67,19 @@ class BatchTraining:
         # References as arguments of their own: whoever runs the rank brings the columns to it, past the controller.
         references = [row.columns["rollout"] for row in batch.rows]
         if self._critic is None:
-            trained = await self._train_policy(self._planner.plan(batch, step, version), references)
+            trained = await self._train_policy(batch, self._planner.plan(batch, step, version), references)
         else:
             trained = await self._train_both(self._critic, batch, step, version, references)
         if trained.result.optimizer_steps == 0:
             raise NotTrained("nonfinite", trained.result.skipped or "no optimizer step was taken")
         return trained
 
-    async def _train_policy(self, plan: StepPlan, references: Sequence[Any]) -> Trained:
-        result: StepResult = await self._ranks.call(TrainerRank.train_step, plan, *references)
+    async def _train_policy(self, batch: Batch, plan: StepPlan, references: Sequence[Any]) -> Trained:
+        result: StepResult
+        try:
+            result = await self._ranks.call(TrainerRank.train_step, plan, *references)
+        except ColumnsLost:  # no rank has begun, and here they are
+            result = await self._ranks.call(TrainerRank.train_step, plan, *(row["rollout"] for row in batch.columns))
         return Trained(plan, result)
 
     async def _train_both(
@@ -88,6 +93,6 @@ class BatchTraining:
         estimates = self._planner.estimate(batch, values)
         plan = self._planner.plan(batch, step, version, estimates.advantages)
         trained, of_critic = await asyncio.gather(
-            self._train_policy(plan, references), critic.train(rows, estimates.labels, references)
+            self._train_policy(batch, plan, references), critic.train(rows, estimates.labels, references)
         )
         return Trained(plan, trained.result, estimates, of_critic)

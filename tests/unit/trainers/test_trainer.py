@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from buffer.files import read_cut
-from buffer.records import Prompt
+from buffer.records import ColumnsLost, Prompt
 from tests.fakes_trainer import FakeClock, FakeRank, FakeRecorder, FakeRows, FakeWeights, make_row
 from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError, find_latest
 from trainers.config import Grpo, Optimizer, TorchBackend, TrainerConfig
@@ -60,6 +60,7 @@ class Bench:
     max_age: int = 1
     evaluation: Evaluation | None = None
     start_step: int = 0
+    start_version: int | None = None
     batch_deadline: float = 5.0
     ends: bool = False
     critic: Any = None
@@ -94,6 +95,7 @@ class Bench:
             evaluation=self.evaluation,
             turns=cast(Turns, FakeTurns(self.log)) if self.shared else None,
             start_step=self.start_step,
+            start_version=self.start_version,
             clock=self.clock,
         )
 
@@ -119,20 +121,66 @@ def test_start_version_is_published_before_rows_are_sampled_and_each_step_goes_s
     assert bench.run() == "done"
     assert bench.log == [
         ("publish", 0),
-        ("published", 0),
+        ("published", 0, 0),
         ("sample", 2),
         ("train_step", 1, 0, 2),
         ("trained", (0, 1), 1),
         ("publish", 1),
-        ("published", 1),
+        ("published", 1, 1),
         ("sample", 2),
         ("train_step", 2, 1, 2),
         ("trained", (2, 3), 2),
         ("publish", 2),
-        ("published", 2),
+        ("published", 2, 2),
     ]
     assert [row["step"] for row in bench.recorder.objects] == [1, 2]
     assert bench.recorder.closed
+
+
+def test_rows_whose_columns_are_lost_are_told_and_other_rows_asked_for(tmp_path: Path) -> None:
+    rows = [make_row(0), make_row(1)]
+    lost = {"rollout": ColumnsLost("the node died"), "reward": rows[1].columns["reward"]}
+    bench = Bench(tmp_path, batches=[[rows[0], replace(rows[1], columns=lost)], fresh(0, 1), fresh(2, 3)])
+    assert bench.run() == "done"
+    assert bench.calls("sample", "lost", "trained") == [
+        ("sample", 2),
+        ("lost", 1, ("rollout",)),
+        ("sample", 2),
+        ("trained", (0, 1), 1),
+        ("sample", 2),
+        ("trained", (2, 3), 2),
+    ]
+    assert bench.recorder.of_kind("columns_lost") == [{"step": 1, "row_ids": [1], "cause": "the node died"}]
+
+
+def test_ranks_that_could_not_be_brought_the_columns_get_those_that_the_trainer_has(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    class Lossy(FakeRank):
+        def train_step(self, plan: Any, *rollouts: Any) -> Any:
+            given.append(rollouts)
+            if len(given) == 1:
+                raise ColumnsLost("the buffer died")
+            return super().train_step(plan, *rollouts)
+
+    bench = Bench(tmp_path, batches=[fresh(0, 1), fresh(2, 3)])
+    bench.rank = Lossy(bench.log)
+    assert bench.run() == "done"
+    assert [call[1] for call in bench.calls("train_step")] == [1, 2]
+    assert [rollout["prompt_ids"].tolist() for rollout in given[1]] == [[1, 2], [1, 2]]
+
+
+def test_the_start_version_of_a_trainer_that_begins_again_is_the_one_it_is_told(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path, config=config(steps=4), every=2, start_step=2, start_version=7, batches=[fresh(0, 1), fresh(2, 3)]
+    )
+    assert bench.run() == "done"
+    assert bench.calls("published", "trained") == [
+        ("published", 7, 2),
+        ("trained", (0, 1), 3),
+        ("trained", (2, 3), 4),
+        ("published", 8, 4),
+    ]
 
 
 def test_versions_are_published_every_k_steps_and_only_then_the_ranks_compare_with_makers(tmp_path: Path) -> None:
@@ -386,7 +434,7 @@ def test_resume_goes_on_with_the_next_step_and_publishes_its_weights_first(tmp_p
         evaluation=evaluation,
     )
     assert bench.run() == "done"
-    assert bench.log[:2] == [("publish", 1), ("published", 1)]
+    assert bench.log[:2] == [("publish", 1), ("published", 1, 3)]
     assert bench.calls("train_step") == [("train_step", 4, 1, 2), ("train_step", 5, 2, 2)]
     assert [call[1] for call in bench.calls("publish")] == [1, 2]
     assert not bench.calls("evaluate")  # the start was evaluated in the run's first life
