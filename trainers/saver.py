@@ -24,6 +24,7 @@ from trainers.checkpoints import (
     CheckpointError,
     Writer,
 )
+from trainers.fetching import fetch_cut
 from trainers.ports import RowSource, ValueModel
 from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
@@ -106,8 +107,8 @@ class Saver:
             _require(folder / CRITIC_FOLDER)
 
         async def buffer(folder: Path) -> None:
-            columns = await asyncio.gather(*(self._rows.fetch(reference) for reference in cut.references))
-            await asyncio.to_thread(write_cut, folder / BUFFER_FOLDER, cut.state, columns)
+            state, columns = await fetch_cut(self._rows, cut)
+            await asyncio.to_thread(write_cut, folder / BUFFER_FOLDER, state, columns)
 
         return [ranks, buffer] if self._critic is None else [ranks, critic, buffer]
 
