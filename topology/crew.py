@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,18 @@ class Crew:
 
     def training(self) -> list[Member]:
         return [member for member in self.members.values() if self.in_training(member)]
+
+    def names_there(self) -> list[str]:
+        """Of all actors of the run in the cluster, without the supervisor."""
+        everywhere = ray.util.list_named_actors(all_namespaces=True)
+        mine = [row["name"] for row in everywhere if row["namespace"] == self.identity.namespace]
+        return [name for name in mine if name != self.identity.name]
+
+    def end_strangers(self) -> None:
+        """Actors of the run that are no members, left by an earlier life of the supervisor."""
+        for name in set(self.names_there()) - self.members.keys():
+            with suppress(ValueError):  # gone meanwhile
+                ray.kill(ray.get_actor(name, namespace=self.identity.namespace), no_restart=True)
 
     # --- making actors ------------------------------------------------------------------------------------------------
 

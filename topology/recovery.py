@@ -25,7 +25,7 @@ from topology.config import load_config
 from topology.crew import Origin, RunFailed
 from topology.members import Member
 from topology.roles import stage_of, stages_of
-from topology.runs import ENDED, read_json
+from topology.runs import read_json
 from topology.shifts import own_bundle, planned_maker
 from trainers.checkpoints import CheckpointError, find_latest
 
@@ -210,9 +210,12 @@ class Recovery:
         """What the run cannot go on without and is not there now."""
         if self._training_is_down:
             return f"training is made anew: {self._lost_cause}"
-        for service in (self._crew.buffer, self._crew.weights):
+        for name in ("buffer", "weights"):
+            service = self._crew.members.get(name)
+            if service is None:
+                return "the supervisor looks for the actors of the run"
             if not service.life.useful:
-                return f"{service.name} is made anew: {service.life.cause}"
+                return f"{name} is made anew: {service.life.cause}"
         for stage in stages_of(self._crew.config):
             fills = [member for member in self._crew.kind("maker") if self._stage(member) == stage]
             if not any(member.life.useful for member in fills):
@@ -230,21 +233,17 @@ class Recovery:
 
     # --- after a death of the supervisor itself -----------------------------------------------------------------------
 
-    async def adopt(self) -> None:
-        """Find the actors of the run by their names, and go on. Raises RunFailed if it had not begun to run."""
+    async def adopt(self, state: str) -> None:
+        """Find the actors of the run by their names, and go on. Raises RunFailed if the run's last `state` was another."""
         run, crew = self._run, self._crew
-        status = read_json(run.folder.status_file)
-        if status is None or status["state"] in ("starting", "draining", *ENDED):
-            raise RunFailed(f"supervisor: died while the run was {status and status['state']}")
-        crew.config = load_config(run.folder.config)
+        if state not in ("running", "waiting"):
+            raise RunFailed(f"supervisor: died while the run was {state}")
         run.state = "running"
-        names = {
-            row["name"]
-            for row in ray.util.list_named_actors(all_namespaces=True)
-            if row["namespace"] == run.identity.namespace
-        }
+        status = read_json(run.folder.status_file)
+        crew.config = load_config(run.folder.config)
+        names = set(crew.names_there())
         planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
-        added = [planned_maker(crew.config, name) for name in sorted(names - planned.keys() - {"supervisor"})]
+        added = [planned_maker(crew.config, name) for name in sorted(names - planned.keys())]
         run.placement.adopt([*run.plan.groups, *map(own_bundle, added)])
         for actor in (*planned.values(), *added):
             if actor.name in names or not self._was_detached(actor, status):

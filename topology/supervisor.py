@@ -64,7 +64,9 @@ class Supervisor(Shell):
 
     async def hold(self) -> None:
         """Every actor waits in here. One that comes before `start` was called comes from this process's earlier life."""
-        self._begin(self.recovery.adopt())
+        if not self.begun:
+            self.state = (read_json(self.folder.status_file) or {"state": "starting"})["state"]
+            self._begin(self.recovery.adopt(self.state))
         await asyncio.Event().wait()
 
     async def stop(self, now: bool) -> None:
@@ -91,14 +93,11 @@ class Supervisor(Shell):
     # --- the life of a run --------------------------------------------------------------------------------------------
 
     def _begin(self, first: Coroutine[Any, Any, None]) -> None:
-        if self.begun:
-            first.close()
-            return
         self.begun = True
         self.spawn(self._run(first), "run")
 
     async def _run(self, first: Coroutine[Any, Any, None]) -> None:
-        reporter = asyncio.create_task(self._report())
+        self.spawn(self._report(), "report")
         try:
             await self._until_problem(first)
             final, cause = "done", await self._until_problem(self._train())
@@ -109,7 +108,9 @@ class Supervisor(Shell):
         except Exception as error:
             log.exception("supervisor")
             final, cause = "failed", f"supervisor: {type(error).__name__}: {error}"
-        reporter.cancel()
+        for task in self.background:
+            if task.get_name() == "report":  # type: ignore[attr-defined]
+                task.cancel()
         await self._refresh()
         for name, error in (await self.crew.close(self.crew.kind("maker"))).items():
             log.info("%s did not close: %s", name, type(error).__name__)
@@ -146,6 +147,7 @@ class Supervisor(Shell):
         while True:
             trainer = self.crew.trainer
             self.training = asyncio.ensure_future(_answer(trainer.handle.run.remote()))  # waits in there have deadlines
+            self.training.add_done_callback(_look_at)
             lost = asyncio.ensure_future(self.recovery.training_lost())
             await asyncio.wait({self.training, lost}, return_when=asyncio.FIRST_COMPLETED)
             lost.cancel()
@@ -206,6 +208,7 @@ class Supervisor(Shell):
         for member in self.crew.members.values():
             self.crew.end(member)
             member.life.end()
+        self.crew.end_strangers()
         release(self.identity.namespace)
         log.info("run ended: %s %s", state, cause or "")
         cause = cause and cause.partition("\nTraceback (most recent call last)")[0]  # the whole of it is in the log
@@ -301,3 +304,9 @@ class Supervisor(Shell):
 
 async def _answer(reference: Any) -> Any:
     return await reference
+
+
+def _look_at(call: asyncio.Future[Any]) -> None:
+    """An error that nobody waits for any more, as the actor was replaced, is not worth a traceback in the log."""
+    if not call.cancelled():
+        call.exception()
