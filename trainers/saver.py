@@ -9,7 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,14 @@ class Saver:
         critic: ValueModel | None,
         rows: RowSource,
         recorder: Recorder,
+        clock: Callable[[], float],
     ) -> None:
         self._checkpointer = checkpointer
         self._ranks = ranks
         self._critic = critic
         self._rows = rows
         self._recorder = recorder
+        self._clock = clock
         self._step = 0  # that `_saving` is of
         self._saving: Saving | None = None
 
@@ -80,7 +82,7 @@ class Saver:
         return saving is not None and self._step == step and saving.done() and saving.exception() is None
 
     async def _save(self, meta: Mapping[str, Any], copied: asyncio.Event) -> Checkpoint:
-        step = meta["step"]
+        step, begun = meta["step"], self._clock()
         try:
             cut = await self._rows.cut()
             critic = [] if self._critic is None else [self._critic.stage()]
@@ -93,7 +95,8 @@ class Saver:
             )
             self._recorder.event("checkpoint_failed", step=step, cause=str(cause))
             raise cause from error
-        self._recorder.event("checkpoint", step=step, folder=str(checkpoint.path))
+        seconds = round(self._clock() - begun, 3)
+        self._recorder.event("checkpoint", step=step, folder=str(checkpoint.path), seconds=seconds)
         return checkpoint
 
     def _writers(self, cut: Cut) -> list[Writer]:

@@ -98,7 +98,7 @@ class Trainer:
         self._makers = makers
         self._recorder = recorder
         self._metrics = metrics
-        self._saver = Saver(checkpointer, ranks=ranks, critic=critic, rows=rows, recorder=recorder)
+        self._saver = Saver(checkpointer, ranks=ranks, critic=critic, rows=rows, recorder=recorder, clock=clock)
         self._wanted: list[asyncio.Future[Checkpoint]] = []  # checkpoints that were asked for
         self._asked = asyncio.Event()
         self._schedule = schedule

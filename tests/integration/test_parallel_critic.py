@@ -61,7 +61,7 @@ def work(rendezvous: Rendezvous, job: Job) -> tuple[RankValues, Outcome]:
             save(rank, job.save)
         values = rank.values(plan(job, 9), *rows(job))
         policy = rank.learner.policy
-        return values, Outcome(results, arrays(policy.gradients()), arrays(rank.learner.weights()), b"")
+        return values, Outcome(results, arrays(policy.gradients()), arrays(rank.learner.weights()), [])
     finally:
         rank.close()
 
