@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ RANKS_FOLDER = "trainer"  # what the ranks of the policy save together
 CRITIC_FOLDER = "critic"  # and those of its critic
 BUFFER_FOLDER = "buffer"  # the rows in flight, see `buffer.files`
 _PARTIAL = ".partial-"
+_NAME = r"step-\d+"
 _REQUIRED = ("step", "version")
 
 Writer = Callable[[Path], Awaitable[None]]
@@ -128,7 +130,7 @@ def find_latest(folder: Path) -> Checkpoint:
     name = _pointed(folder)
     if name is None:
         raise CheckpointError(f"{folder} has no file `{LATEST}`: no checkpoint was written there. {_choices(folder)}")
-    if not name or name != Path(name).name or not (folder / name).is_dir():
+    if not re.fullmatch(_NAME, name) or not (folder / name).is_dir():
         raise CheckpointError(f"{folder / LATEST} names {name!r}, which is not a folder beside it. {_choices(folder)}")
     try:
         return load(folder / name)

@@ -148,7 +148,7 @@ def test_foreign_or_broken_meta_is_refused_with_the_reason(tmp_path: Path, meta:
         find_latest(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "step-000099", ""])
+@pytest.mark.parametrize("name", ["../elsewhere", "..", ".", "/tmp", "step-000099", ""])
 def test_pointer_to_nothing_or_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     save(tmp_path, 10)
     (tmp_path / "latest").write_text(name)
