@@ -77,9 +77,9 @@ class Supervisor(Shell):
 
     async def checkpoint(self) -> str:
         """Have one written of the present step, when that is done; its folder. Raises CheckpointError with the reason."""
-        if self.training is None:
-            raise CheckpointError(f"the run is {self.state}: there is nothing to write yet")
         trainer = self.crew.trainer
+        if self.training is None or not trainer.life.useful:
+            raise CheckpointError(f"there is nothing to write: {trainer.name} is {trainer.state}")
         return await call(trainer.handle.checkpoint.remote(), FOREVER, trainer.name)  # waits in there have deadlines
 
     async def attach(self, group: str, section: dict[str, Any] | None, replicas: int) -> list[str]:

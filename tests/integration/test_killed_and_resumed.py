@@ -259,3 +259,8 @@ def test_the_comparison_has_signal(uninterrupted: Path) -> None:
     steps = metrics_of(uninterrupted).values()
     assert all(step["reward/std"] > 0 and step["grad_norm"] > 1e-3 for step in steps)
     assert len({row["completion"] for step in range(1, STEPS + 1) for row in rows_of(uninterrupted, step)}) > STEPS
+
+
+def test_a_checkpoint_of_a_run_that_has_ended_is_refused(victim: Victim) -> None:
+    done = command_line.tandem(victim.folder, "checkpoint", victim.name)
+    assert (done.returncode, "run victim has ended (done)" in done.stderr) == (2, True), done.stderr
