@@ -53,7 +53,6 @@ class Origin:
 
     step: int = 0
     version: int = 0
-    prompt_cursor: int = 0
     folder: str | None = None
 
 
@@ -190,7 +189,7 @@ class Crew:
 
     async def start_buffer(self, origin: Origin, recover: bool = False) -> None:
         """With `recover` as it was, from the file that an earlier one has left."""
-        await self.ask(self.buffer, "start", origin.prompt_cursor, origin.step, recover)
+        await self.ask(self.buffer, "start", origin.step, origin.folder, recover)
         self.buffer.life.joined()
 
     async def start_training(self, origin: Origin) -> None:

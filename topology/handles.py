@@ -227,8 +227,11 @@ class RayCritic:
     async def train(self, rows: Any, labels: Any, references: Sequence[Any]) -> Any:
         return await self._call("train", rows, labels, list(references))
 
-    async def save(self, folder: str) -> None:
-        await self._call("save", folder)
+    async def stage(self) -> None:
+        await self._call("stage")
+
+    async def write(self, folder: str) -> None:
+        await self._call("write", folder)
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await call(getattr(self._critic, method).remote(*args), self._timeout + MARGIN, f"critic: {method}")
@@ -271,8 +274,8 @@ class RayRows:
     async def status(self) -> dict[str, Any]:
         return await self._call("status")
 
-    async def cursor(self) -> int:
-        return await self._call("cursor")
+    async def cut(self) -> Any:
+        return await self._call("cut")
 
     async def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -40,6 +40,13 @@ class RankError(RuntimeError):
         return RankError, (self.rank, self.method, self.text)
 
 
+async def call_in(thread: Executor, method: Callable[..., Any], *args: Any) -> Any:
+    """Call a method in a thread. One that answers with a Future goes on elsewhere: its call lasts until that is done, and the
+    thread is free meanwhile."""
+    answer = await asyncio.get_running_loop().run_in_executor(thread, method, *args)
+    return await asyncio.wrap_future(answer) if isinstance(answer, Future) else answer
+
+
 class LocalWorker:
     """A plain object as a worker. Its methods run one after another in one thread of their own."""
 
@@ -49,7 +56,7 @@ class LocalWorker:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank-{name}")
 
     async def invoke(self, method: str, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._target, method), *args)
+        return await call_in(self._thread, getattr(self._target, method), *args)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

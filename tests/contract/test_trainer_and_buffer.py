@@ -87,6 +87,7 @@ def new_trainer(
     world: World,
     recorder: FakeRecorder,
     rank: FakeRank,
+    checkpoint_every: int | None = None,
     **start: int,
 ) -> Trainer:
     async def makers() -> dict[str, Any]:
@@ -108,7 +109,7 @@ def new_trainer(
         recorder=recorder,
         metrics=MetricsBuilder(),
         checkpointer=Checkpointer(folder, keep=1),
-        schedule=Schedule(every, None, checkpoint_at_end=False),
+        schedule=Schedule(every, checkpoint_every, checkpoint_at_end=False),
         deadlines=Deadlines(batch=10.0, step=10.0),
         max_age=worst_case_age(settings.order, settings.window, settings.max_staleness, GROUPS, every),
         **start,

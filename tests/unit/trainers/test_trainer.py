@@ -10,9 +10,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from buffer.files import read_cut
 from buffer.records import ColumnsLost, Prompt
 from tests.fakes_trainer import FakeClock, FakeRank, FakeRecorder, FakeRows, FakeWeights, make_row
-from trainers.checkpoints import Checkpointer, CheckpointError, find_latest
+from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError, find_latest
 from trainers.config import Grpo, Optimizer, TorchBackend, TrainerConfig
 from trainers.guards import MismatchExceeded, SkippedTooOften, StalenessExceeded
 from trainers.metrics import MetricsBuilder
@@ -296,13 +297,120 @@ def test_checkpoints_come_every_n_steps_and_at_the_end_with_what_a_resume_needs(
     bench.run()
     assert [e["step"] for e in bench.recorder.of_kind("checkpoint")] == [2, 3]
     latest = find_latest(tmp_path)
-    assert (latest.step, latest.version, latest.prompt_cursor) == (3, 3, 17)
+    assert (latest.step, latest.version) == (3, 3)
     assert (latest.path / "trainer" / "model.bin").read_bytes() == b"weights"
+    state, columns = read_cut(latest.path / "buffer")
+    assert state["filled"][0]["id"] == 7
+    np.testing.assert_equal(columns, [{"rewards": np.array([0.5], np.float32)}])
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+    batches = [fresh(2 * i, 2 * i + 1) for i in range(3)]
+    bench = Bench(tmp_path, config=config(steps=3), batches=batches, checkpoint_every=1)
+    bench.rank.released.clear()
+
+    async def main() -> str:
+        trainer = bench.build()
+        running = asyncio.create_task(trainer.run())
+        while len(bench.calls("train_step")) < 2 or trainer.status()["phase"] != "checkpoint":  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert trainer.status()["phase"] == "checkpoint"
+        assert len(bench.calls("cut")) == len(bench.calls("stage")) == 1
+        bench.rank.released.set()
+        return await running
+
+    assert asyncio.run(main()) == "done"
+    assert [e["step"] for e in bench.recorder.of_kind("checkpoint")] == [1, 2]
+    first, *_ = written = [bench.log.index(call) for call in bench.calls("written")]
+    assert len(written) == 2
+    assert bench.log.index(("train_step", 2, 1, 2)) < first < len(bench.log) - bench.log[::-1].index(("stage",))
+
+
+def test_a_checkpoint_that_is_asked_for_is_taken_at_once_while_rows_are_waited_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, config=config(steps=9), batches=[fresh(0, 1)])
+
+    async def main() -> tuple[Checkpoint, str]:
+        trainer = bench.build()
+        running = asyncio.create_task(trainer.run())
+        await bench.rows.waiting.wait()
+        first, second = await asyncio.gather(trainer.checkpoint(), trainer.checkpoint())
+        assert first == second
+        assert trainer.status()["phase"] == "wait_for_batch"
+        await trainer.stop()
+        return first, await running
+
+    checkpoint, outcome = asyncio.run(main())
+    assert outcome == "stopped"
+    assert checkpoint == find_latest(tmp_path)
+    assert checkpoint.step == 1
+    assert len(bench.calls("stage")) == 1
+    assert len(bench.calls("sample")) == 2  # rows that come meanwhile are not lost
+
+
+def test_a_checkpoint_that_is_asked_for_during_a_step_is_taken_at_its_end(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, batches=[fresh(0, 1), fresh(2, 3)])
+    asked: list[asyncio.Task[Checkpoint]] = []
+
+    async def main() -> str:
+        trainer = bench.build()
+
+        def first_batch(version: int) -> list[Any]:
+            asked.append(asyncio.create_task(trainer.checkpoint()))
+            return [make_row(0, version=version), make_row(1, version=version)]
+
+        bench.rows.batches[0] = first_batch
+        outcome = await trainer.run()
+        assert asked[0].result().step == 1
+        return outcome
+
+    assert asyncio.run(main()) == "done"
+    assert [call[0] for call in bench.calls("publish", "cut", "train_step")] == [
+        *["publish", "train_step", "publish", "cut", "train_step", "publish"]
+    ]
+
+
+def test_a_checkpoint_that_is_asked_for_and_fails_costs_the_run_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, config=config(steps=9), batches=[fresh(0, 1)])
+    bench.rank.write_error = OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> str:
+        trainer = bench.build()
+        running = asyncio.create_task(trainer.run())
+        await bench.rows.waiting.wait()
+        with pytest.raises(CheckpointError, match="step-000001 was not written .*No space left"):
+            await trainer.checkpoint()
+        await trainer.stop()
+        return await running
+
+    assert asyncio.run(main()) == "stopped"
+
+
+def test_a_checkpoint_of_a_run_that_has_not_begun_or_has_ended_is_refused_with_the_reason(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, config=config(steps=9), batches=[], ends=False)
+
+    async def main() -> None:
+        trainer = bench.build()
+        with pytest.raises(CheckpointError, match=r"the trainer does not train \(starting\)"):
+            await trainer.checkpoint()
+        running = asyncio.create_task(trainer.run())
+        await bench.rows.waiting.wait()
+        asked = asyncio.create_task(trainer.checkpoint())
+        await asyncio.sleep(0)
+        await trainer.stop()
+        with pytest.raises(CheckpointError, match="the run ended before"):
+            await asked
+        with pytest.raises(CheckpointError, match=r"the trainer does not train \(stopped\)"):
+            await trainer.checkpoint()
+        await running
+
+    asyncio.run(main())
+    assert not bench.calls("stage")
 
 
 def test_full_disk_during_the_run_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
     bench = Bench(tmp_path, batches=[fresh(0, 1), fresh(2, 3)], checkpoint_every=1)
-    bench.rank.save_error = OSError(errno.ENOSPC, "No space left on device")
+    bench.rank.write_error = OSError(errno.ENOSPC, "No space left on device")
     assert bench.run() == "done"
     assert "No space left on device" in bench.recorder.of_kind("checkpoint_failed")[0]["cause"]
     assert list(tmp_path.iterdir()) == []
@@ -310,7 +418,7 @@ def test_full_disk_during_the_run_is_an_event_and_the_run_goes_on(tmp_path: Path
 
 def test_full_disk_at_the_last_checkpoint_is_a_failure_of_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path, batches=[fresh(0, 1), fresh(2, 3)], checkpoint_at_end=True)
-    bench.rank.save_error = OSError(errno.ENOSPC, "No space left on device")
+    bench.rank.write_error = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(CheckpointError, match="step-000002 was not written .*No space left on device"):
         bench.run()
 
@@ -431,11 +539,11 @@ def test_ranks_have_shared_devices_from_the_step_to_the_publication_and_makers_w
         "trained",
         "publish",
         "published",
-        "save",
+        *["cut", "stage"],
         ("hand_to", "makers"),
     ]
     assert bench.run() == "done"
-    assert [call[0] if call[0] != "hand_to" else call for call in bench.log] == [
+    assert [call[0] if call[0] != "hand_to" else call for call in bench.log if call[0] != "written"] == [
         *["publish", "published"],  # before any maker is there
         *(2 * step),
         "evaluate",
