@@ -118,10 +118,12 @@ class Buffer:
         had rows, for another number of columns, and for prompts that end too early.
         """
         restore(self._table, state, self._prompts, columns)
+        self._dispatcher.unrouted = set(state.get("unrouted", ()))
         self.save()
 
     def save(self) -> None:
-        self._save_state(snapshot(self._table))
+        """Hands the state to `save`. Not needed after a change, but once before the first."""
+        self._save_state({**snapshot(self._table), "unrouted": sorted(self._dispatcher.unrouted)})
 
     # Makers
 
@@ -138,12 +140,15 @@ class Buffer:
         self._dispatcher.died(name, cause)
 
     async def unroute(self, makers: Sequence[str]) -> None:
-        """No new rows for these makers until `route`; returns when they have finished those they have."""
+        """No new rows for makers of these names until `route`; returns when they have finished those they have."""
+        self._dispatcher.unrouted |= set(makers)
+        self.save()
         await asyncio.gather(*(self._dispatcher.unroute(name) for name in makers))
 
     def route(self, makers: Sequence[str]) -> None:
         for name in makers:
             self._dispatcher.route(name)
+        self.save()
 
     # The trainer
 
@@ -174,7 +179,7 @@ class Buffer:
                     self._check_latest(sample)
         except TimeoutError:
             raise TimeoutError(
-                f"no {groups} rows within {timeout:g} s ({self._table.complete} are complete): "
+                f"no {groups} rows within {timeout:g} s ({self._table.live.complete} are complete): "
                 f"{who_waits(self._table, self._clock)}"
             ) from None
         self.save()
@@ -268,7 +273,7 @@ class Buffer:
         self.fatal.check()
         if table.failures.cause is not None:
             raise RunFailed(f"evaluation: {table.failures.cause}")
-        rows = table.select(table.complete) if table.complete else None
+        rows = table.select(table.live.complete) if table.live.complete else None
         if rows:
             tally.add(rows)
             table.dropped([row.row_id for row in rows], "evaluated")

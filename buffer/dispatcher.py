@@ -92,6 +92,7 @@ class Dispatcher:
         self._on_bug = on_bug
         self._tables: list[ExperienceTable] = []
         self._makers: dict[str, _Maker] = {}
+        self.unrouted: set[str] = set()  # names of makers, attached or not
         self._turns: dict[str, deque[_Maker]] = {}  # by stage: makers with a free slot, the next one first
         self._busy_seconds: dict[str, float] = {}  # by stage, of all makers there ever were
         self._pump_comes = False
@@ -114,7 +115,7 @@ class Dispatcher:
         info = handle.info
         for table in self._tables:
             table.attach(info)
-        maker = self._makers[info.name] = _Maker(handle)
+        maker = self._makers[info.name] = _Maker(handle, routed=info.name not in self.unrouted)
         self._turns.setdefault(info.stage, deque())
         self._busy_seconds.setdefault(info.stage, 0.0)
         self._take_turn(maker)
@@ -122,7 +123,9 @@ class Dispatcher:
 
     async def detach(self, name: str, drain: bool) -> None:
         """`drain`: waits for the calls on the way (each has its deadline) and gives no new ones; else revokes them."""
-        maker = self._named(name)
+        if name not in self._makers:
+            raise ValueError(f"no maker {name} is attached; there are: {', '.join(self._makers) or 'none'}")
+        maker = self._makers[name]
         maker.draining = True
         if drain and maker.calls:
             await maker.idle.wait()
@@ -130,23 +133,22 @@ class Dispatcher:
             self._remove(maker)
 
     async def unroute(self, name: str) -> None:
-        """No new calls on the maker until `route`; returns when those on the way have ended (each has its deadline)."""
-        maker = self._named(name)
+        """No new calls on a maker of this name until `route`; returns when those on the way have ended, by their deadlines."""
+        self.unrouted.add(name)
+        maker = self._makers.get(name)
+        if maker is None:
+            return
         maker.routed = False
         maker.idle.clear()
         if maker.calls:
             await maker.idle.wait()
 
     def route(self, name: str) -> None:
-        maker = self._named(name)
-        maker.routed = True
-        self._take_turn(maker)
-        self._on_event()
-
-    def _named(self, name: str) -> _Maker:
-        if name not in self._makers:
-            raise ValueError(f"no maker {name} is attached; there are: {', '.join(self._makers) or 'none'}")
-        return self._makers[name]
+        self.unrouted.discard(name)
+        if name in self._makers:
+            self._makers[name].routed = True
+            self._take_turn(self._makers[name])
+            self._on_event()
 
     def died(self, name: str, cause: str) -> None:
         """Revokes the maker's leases at once. A maker that is not attached is no error: a death may be told twice."""

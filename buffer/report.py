@@ -14,19 +14,19 @@ ROWS_NAMED = 4
 def table_status(table: ExperienceTable) -> dict[str, Any]:
     """One plain object: rows by stage, bytes, ledger, ages in versions, failures by kind."""
     newest = table.versions.newest
-    ages = [row.age(newest) for row in table.unsampled.values() if row.complete]
+    ages = [row.age(newest) for row in table.live.unsampled.values() if row.complete]
     return {
         "published": table.versions.published,
         "step": table.versions.step,
         "rows": {
-            **{f"{stage}/waiting": len(queue) for stage, queue in table.waiting.items()},
+            **{f"{stage}/waiting": len(queue) for stage, queue in table.work.waiting.items()},
             **{f"{stage}/leased": sum(stage in row.leases for row in table.rows.values()) for stage in table.stages},
-            "complete": table.complete,
-            "sampled": len(table.sampled),
+            "complete": table.live.complete,
+            "sampled": len(table.live.sampled),
             "unpublished": table.steps.unpublished,
         },
         "capacity": table.capacity,
-        "bytes": table.nbytes,
+        "bytes": table.live.nbytes,
         "max_bytes": table.config.max_bytes,
         "admission_stalled_by": table.stalled_by(),
         "ledger": table.ledger.as_dict(),
@@ -37,7 +37,7 @@ def table_status(table: ExperienceTable) -> dict[str, Any]:
 
 def who_waits(table: ExperienceTable, clock: Callable[[], float]) -> str:
     """Which rows are not complete and what each waits for, oldest first; then why no row is admitted."""
-    unfinished = [row for row in table.unsampled.values() if not row.complete]
+    unfinished = [row for row in table.live.unsampled.values() if not row.complete]
     parts = [f"{row} waits for {_wait_of(table, row, clock())}" for row in unfinished[:ROWS_NAMED]]
     if len(unfinished) > ROWS_NAMED:
         parts.append(f"{len(unfinished) - ROWS_NAMED} more rows are unfinished")
@@ -45,7 +45,7 @@ def who_waits(table: ExperienceTable, clock: Callable[[], float]) -> str:
     if stalled_by is not None:
         parts.append(
             f"no row is admitted because of: {stalled_by} ({table.charged} of {table.capacity} rows in flight, "
-            f"{table.steps.unpublished} of them trained for a version that is not published; {table.nbytes} of "
+            f"{table.steps.unpublished} of them trained for a version that is not published; {table.live.nbytes} of "
             f"{table.config.max_bytes} bytes; published version {table.versions.published})"
         )
     return "; ".join(parts) or "no row is unfinished"
@@ -56,9 +56,9 @@ def _wait_of(table: ExperienceTable, row: Row, now: float) -> str:
     for stage in table.stages:
         attempts = f" after {row.attempts[stage]} failed" if stage in row.attempts else ""
         if stage in row.leases:
-            held = table.leases[row.leases[stage]]
+            held = table.work.leases[row.leases[stage]]
             waits.append(f"{stage}{attempts} (on {held.lease.maker} for {now - held.since:.1f} s)")
-        elif row.id in table.waiting[stage]:
+        elif row.id in table.work.waiting[stage]:
             makers = sum(info.stage == stage for info in table.roster.makers.values())
             waits.append(f"{stage}{attempts} (a free slot on one of {makers} makers)")
         elif stage not in table.roster.needs:

@@ -45,12 +45,6 @@ class Row:
     def __str__(self) -> str:
         return f"row {self.id} (prompt {self.prompt.id!r})"
 
-    def forget(self, stage: str) -> Produced:
-        """Takes the stage out: it is to be made again."""
-        self.columns.pop(stage, None)
-        self.makers.pop(stage, None)
-        return self.produced.pop(stage)
-
 
 class StageQueue:
     """Rows that wait for a lease of one stage, oldest first: push and pop cost O(log rows).

@@ -57,10 +57,10 @@ def places(state: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 def snapshot(table: ExperienceTable) -> dict[str, Any]:
     """Without columns, and small: a few flat lists over the live rows. What the trainer has it is known to have."""
-    sampled = table.sampled.values()
+    sampled = table.live.sampled.values()
     state = _state(table, sampled)
-    state["sampled"] = list(table.sampled)
-    state["columns_lost"] = table.rows_with_columns - sum(bool(row.columns) for row in sampled)
+    state["sampled"] = list(table.live.sampled)
+    state["columns_lost"] = table.live.with_columns - sum(bool(row.columns) for row in sampled)
     return state
 
 
@@ -114,12 +114,13 @@ def restore(
     table.versions.load(state["versions"])
     table.steps.load(state["steps"])
     table.rewound, table.rewound_before = state["rewound"], state["rewound_before"]
-    table.failures.counts = Counter(state["failures"])
-    table.failures.counts["infra"] += state["columns_lost"]
-    table.failures.data_in_a_row = state["data_failures_in_a_row"]
+    table.failures.counts = Counter(state["failures"]) + Counter(infra=state["columns_lost"])
     sampled = set(state["sampled"])
     for row in _rows(state, prompts, columns, sampled, table.clock()):
         table.put_back(row, row.id in sampled)
+    table.failures.data_in_a_row = state[
+        "data_failures_in_a_row"
+    ]  # after the complete rows, each of which ends the count
     table.next_row = state["next_row"]
     table.lives = state["lives"] + 1
     # A maker may still work on leases of the life before: no lease has the name of one of those.

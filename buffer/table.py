@@ -14,34 +14,28 @@ dropped (with a reason). Invariants, asserted by the property tests:
    above the staleness bound.
 
 An event costs O(log rows), whatever the number of makers. A mistake of the caller raises ValueError (an ended lease or an
-unknown maker: KeyError); what ends the run is put into `failure`, in words.
+unknown maker: KeyError); what ends the run is put into `failures.cause`, in words.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from buffer.config import BufferConfig
 from buffer.failures import FailureKind, Failures
 from buffer.ledger import Ledger
+from buffer.live import LiveRows
 from buffer.records import Lease, MakerInfo, Produced, Prompt, SampledRow
 from buffer.roster import Roster
-from buffer.rows import Row, StageQueue, check_produced, derive_seed
+from buffer.rows import Row, check_produced, derive_seed
 from buffer.selection import choose, worst_case_age
 from buffer.versions import StepLog, Versions
+from buffer.work import OpenWork
 
-__all__ = ["ExperienceTable", "FailureKind", "OpenLease", "worst_case_age"]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLease:
-    lease: Lease
-    since: float  # clock seconds
+__all__ = ["ExperienceTable", "FailureKind", "worst_case_age"]
 
 
 class ExperienceTable:
@@ -82,15 +76,10 @@ class ExperienceTable:
         self.versions = versions or Versions(every, first_step)
         self.steps = StepLog(every, groups_per_step, first_step)
         self.ledger = Ledger()
-        self.rows: dict[int, Row] = {}  # live: neither trained nor dropped
-        self.leases: dict[int, OpenLease] = {}
+        self.live = LiveRows()
+        self.rows = self.live.by_id
         self.roster = Roster(stages)
-        self.waiting = {stage: StageQueue() for stage in stages}
-        self.unsampled: OrderedDict[int, Row] = OrderedDict()  # in the order of their ids
-        self.sampled: dict[int, Row] = {}  # the trainer has them
-        self.complete = 0  # complete rows among the unsampled
-        self.rows_with_columns = 0
-        self.nbytes = 0
+        self.work = OpenWork(stages, self.rows, self.roster)
         self.failures = Failures(config)
         self.clock = clock
         self.next_row = first_row
@@ -99,7 +88,6 @@ class ExperienceTable:
         self.rewound = False  # and nothing published since
         self.rewound_before = first_row  # rows below were admitted before the first version after a rewind
         self._seed = seed
-        self._leases_of: dict[str, set[int]] = {}
 
     # Makers
 
@@ -107,16 +95,15 @@ class ExperienceTable:
         """Raises ValueError for a maker whose name, stage or needs do not fit."""
         first = info.stage not in self.roster.needs
         self.roster.add(info)
-        self._leases_of[info.name] = set()
+        self.work.add_maker(info.name)
         if first:
-            for row in self.unsampled.values():
+            for row in self.live.unsampled.values():
                 self._enqueue(row)
 
     def detach(self, name: str, death: str | None = None) -> list[Lease]:
         """Forgets the maker and revokes its leases. With a cause of death each of its rows has failed an attempt."""
         self.roster.remove(name)
-        revoked = [self._end(lease_id) for lease_id in sorted(self._leases_of[name])]
-        del self._leases_of[name]
+        revoked = self.work.remove_maker(name)
         for lease in revoked:
             row = self.rows[lease.row_id]
             if death is not None:
@@ -146,7 +133,7 @@ class ExperienceTable:
             return "total rows"
         if self.charged >= self.capacity:
             return "staleness"
-        if self.nbytes > self.config.max_bytes:
+        if self.live.nbytes > self.config.max_bytes:
             return "bytes"
         return None
 
@@ -158,29 +145,24 @@ class ExperienceTable:
             raise ValueError(f"prompt {prompt.id!r} cannot be admitted now: {reason}")
         row = Row(self.next_row, prompt, published if min_version is None else min_version, self.clock())
         self.next_row += 1
-        self.rows[row.id] = self.unsampled[row.id] = row
+        self.live.add(row)
         self.ledger.rows.admit(1)
         self._enqueue(row)
         return row.id
 
     def put_back(self, row: Row, sampled: bool) -> None:
         """A row of a snapshot, later than those there; its columns and its place in the ledger come with it."""
-        self.rows[row.id] = row
-        self.nbytes += row.nbytes
-        self.rows_with_columns += bool(row.columns)
-        if sampled:
-            self.sampled[row.id] = row
-        else:
-            self.unsampled[row.id] = row
+        self.live.add(row, sampled)
+        if not sampled:
             self._enqueue(row)
 
     def rows_to_come(self, prompts_finished: bool) -> int | None:
         """How many rows can still be sampled, if nothing fails; None while there is no end in sight."""
         if prompts_finished:
-            return len(self.unsampled)
+            return len(self.live.unsampled)
         if self.total_rows is None:
             return None
-        return len(self.unsampled) + max(0, self.total_rows - self.rows_done - len(self.rows))
+        return len(self.live.unsampled) + max(0, self.total_rows - self.rows_done - len(self.rows))
 
     @property
     def oldest_unfinished(self) -> int:
@@ -191,29 +173,26 @@ class ExperienceTable:
 
     def ready(self, stage: str) -> int:
         """Rows that wait for a lease of the stage; none once the run has failed."""
-        return 0 if self.failures.cause is not None else len(self.waiting[stage])
+        return 0 if self.failures.cause is not None else len(self.work.waiting[stage])
 
     def lease(self, maker: str) -> Lease | None:
         """The oldest row that waits for the maker's stage; None if there is none for this maker."""
-        stage = self.roster.makers[maker].stage
-        row_id = self.waiting[stage].pop(lambda waiting: self._may_retry(self.rows[waiting], stage, maker))
-        if row_id is None:
+        found = self.work.next_for(maker)
+        if found is None:
             return None
-        row = self.rows[row_id]
+        row, stage = found
         lease = Lease(
             id=next(self.lease_ids),
-            row_id=row_id,
+            row_id=row.id,
             stage=stage,
             maker=maker,
             prompt=row.prompt,
             min_version=row.min_version,
-            seed=derive_seed(self._seed, row_id, row.attempts.get(stage, 0)),
+            seed=derive_seed(self._seed, row.id, row.attempts.get(stage, 0)),
             samples=self.samples,
             timeout=self.config.lease_timeout,
         )
-        row.leases[stage] = lease.id
-        self.leases[lease.id] = OpenLease(lease, self.clock())
-        self._leases_of[maker].add(lease.id)
+        self.work.open(lease, self.clock())
         return lease
 
     def inputs(self, lease: Lease) -> list[Any]:
@@ -223,22 +202,18 @@ class ExperienceTable:
 
     def commit(self, lease_id: int, produced: Produced, columns: Any) -> None:
         """Fills the stage. An answer that cannot be true raises ValueError and leaves the lease open."""
-        lease = self.leases[lease_id].lease
+        lease = self.work.leases[lease_id].lease
         check_produced(produced, lease, self.versions.newest)
-        self._end(lease_id)
+        self.work.end(lease_id)
         row = self.rows[lease.row_id]
-        self.rows_with_columns += not row.columns
-        row.columns[lease.stage] = columns
-        row.produced[lease.stage] = produced
-        row.makers[lease.stage] = lease.maker
-        self.nbytes += produced.nbytes
+        self.live.fill(row, lease.stage, lease.maker, produced, columns)
         self.ledger.tokens.admit(produced.tokens)
         self._enqueue(row)
-        if self.nbytes > self.config.max_bytes and self.rows_with_columns < self.groups_per_step:
+        nbytes, rows, needed = self.live.nbytes, self.live.with_columns, self.groups_per_step
+        if nbytes > self.config.max_bytes and rows < needed:
             self.failures.end_run(
-                f"buffer.max_bytes is {self.config.max_bytes}, but {self.rows_with_columns} rows already refer to "
-                f"{self.nbytes} bytes and one step needs {self.groups_per_step} rows: it would never be admitted. Set "
-                f"buffer.max_bytes to {self.nbytes * self.groups_per_step // self.rows_with_columns * 2} or more"
+                f"buffer.max_bytes is {self.config.max_bytes}, but {rows} rows already refer to {nbytes} bytes and one step "
+                f"needs {needed} rows: it would never be admitted. Set buffer.max_bytes to {nbytes * needed // rows * 2} or more"
             )
 
     def fail(self, lease_id: int, kind: FailureKind, text: str) -> list[Lease]:
@@ -246,7 +221,7 @@ class ExperienceTable:
 
         Returns the leases of other stages of the row that were revoked with it.
         """
-        lease = self._end(lease_id)
+        lease = self.work.end(lease_id)
         row = self.rows[lease.row_id]
         if kind != "data":
             row.failed_by.setdefault(lease.stage, set()).add(lease.maker)
@@ -268,32 +243,16 @@ class ExperienceTable:
             return []
         self.failures.lost(row, gone, text)
         revoked = self._discard(row, {stage for lost in gone for stage in self.roster.made_from(lost)}, "lost")
-        if row.id in self.sampled:
-            self._return([row])
-        else:
-            self._enqueue(row)
+        if row.id in self.live.sampled:
+            self.live.give_back([row])
+        self._enqueue(row)
         return revoked
 
-    def _end(self, lease_id: int) -> Lease:
-        lease = self.leases.pop(lease_id).lease
-        del self.rows[lease.row_id].leases[lease.stage]
-        self._leases_of[lease.maker].remove(lease_id)
-        return lease
-
-    def _may_retry(self, row: Row, stage: str, maker: str) -> bool:
-        failed_by = row.failed_by.get(stage, set())
-        return maker not in failed_by or failed_by >= self.roster.names[stage]
-
     def _enqueue(self, row: Row, again: str | None = None) -> None:
-        """Lets the row wait for each stage that can be made now; stage `again` apart, since it failed before."""
-        for stage, queue in self.waiting.items():
-            if stage in row.columns or stage in row.leases or stage not in self.roster.needs or row.id in queue:
-                continue
-            if all(need in row.columns for need in self.roster.needs[stage]):
-                queue.push(row.id, again=stage == again)
+        """What can be made of the row now waits for a lease; stage `again` apart, since it failed before."""
+        self.work.enqueue(row, again)
         if not row.complete and len(row.columns) == len(self.stages):
-            row.complete = True
-            self.complete += 1
+            self.live.completed(row)
             self.failures.data_in_a_row = 0
 
     # The trainer's side
@@ -303,7 +262,7 @@ class ExperienceTable:
 
         Rows above the staleness bound are dropped as `stale` with `order: ready`, and made again after a rewind.
         """
-        if self.complete < groups:
+        if self.live.complete < groups:
             return None
         version = self.versions.newest
         for row in self._too_old(version):
@@ -313,7 +272,7 @@ class ExperienceTable:
                 row.min_version = self.versions.published or 0
                 self._discard(row, self.stages, "stale")
                 self._enqueue(row)
-        chosen = choose(self.unsampled.values(), groups, self.config.order, self.config.window)
+        chosen = choose(self.live.unsampled.values(), groups, self.config.order, self.config.window)
         if len(chosen) < groups:
             return None
         return [self._take(row, version) for row in chosen]
@@ -321,9 +280,9 @@ class ExperienceTable:
     def _too_old(self, version: int) -> list[Row]:
         """Complete rows that the bound does not allow; without a rewind only `order: ready` has such rows."""
         all_rows = self.config.order == "ready"
-        if not all_rows and next(iter(self.unsampled)) >= self.rewound_before:
+        if not all_rows and next(iter(self.live.unsampled)) >= self.rewound_before:
             return []
-        rows = (row for row in self.unsampled.values() if all_rows or row.id < self.rewound_before)
+        rows = (row for row in self.live.unsampled.values() if all_rows or row.id < self.rewound_before)
         return [row for row in rows if row.complete and row.age(version) > self.max_age]
 
     def _take(self, row: Row, version: int) -> SampledRow:
@@ -333,28 +292,18 @@ class ExperienceTable:
                 f"{row} has age {age}, above the bound {self.max_age} of order {self.config.order}: a version was published "
                 f"with fewer than {self.groups_per_step} rows a step"
             )
-        self.sampled[row.id] = self.unsampled.pop(row.id)
-        self.complete -= 1
+        self.live.sample(row)
         return SampledRow(row.id, row.prompt, dict(row.columns), dict(row.produced), age, dict(row.makers))
 
     def give_back(self) -> None:
         """The trainer has no rows any more: those it had wait again, or are made again where their columns are lost."""
-        rows = list(self.sampled.values())
+        rows = list(self.live.sampled.values())
         for row in rows:
             if missing := row.produced.keys() - row.columns.keys():
                 self.failures.counts["infra"] += 1
                 self._discard(row, missing, "lost")
-        self._return(rows)
-
-    def _return(self, rows: Sequence[Row]) -> None:
-        """From the sampled to the unsampled."""
-        if not rows:
-            return
+        self.live.give_back(rows)
         for row in rows:
-            self.unsampled[row.id] = self.sampled.pop(row.id)
-        self.unsampled = OrderedDict(sorted(self.unsampled.items()))
-        for row in rows:
-            self.complete += row.complete
             self._enqueue(row)
 
     def trained(self, row_ids: Sequence[int], step: int) -> None:
@@ -367,7 +316,7 @@ class ExperienceTable:
         rows = self._sampled(row_ids)
         self.versions.train(step)
         for row in rows:
-            self._forget(row)
+            self.live.remove(row)
             self.ledger.train(row.tokens)
         self.steps.train(len(rows), sum(row.tokens for row in rows))
 
@@ -405,38 +354,19 @@ class ExperienceTable:
         self.ledger.check(len(self.rows), sum(row.tokens for row in self.rows.values()))
 
     def _sampled(self, row_ids: Sequence[int]) -> list[Row]:
-        wrong = [row_id for row_id in row_ids if row_id not in self.sampled]
+        wrong = [row_id for row_id in row_ids if row_id not in self.live.sampled]
         if wrong or len(set(row_ids)) != len(row_ids):
             raise ValueError(f"rows {wrong or list(row_ids)}: not sampled, done with already, or named twice")
         return [self.rows[row_id] for row_id in row_ids]
 
     def _discard(self, row: Row, stages: Collection[str], reason: str) -> list[Lease]:
         """Lets go of what these stages have made, and of their leases. Their tokens are dropped for the reason."""
-        revoked = [self._end(lease_id) for stage, lease_id in list(row.leases.items()) if stage in stages]
-        had_columns = bool(row.columns)
-        for stage in stages:
-            self.waiting[stage].discard(row.id)
-            if stage in row.produced:
-                self.nbytes -= row.produced[stage].nbytes if stage in row.columns else 0
-                self.ledger.tokens.drop(row.forget(stage).tokens, reason)
-        self.rows_with_columns -= had_columns and not row.columns
-        if row.complete and len(row.columns) < len(self.stages):
-            row.complete = False
-            self.complete -= row.id in self.unsampled
+        revoked = self.work.call_off(row, stages)
+        self.ledger.tokens.drop(self.live.empty(row, stages), reason)
         return revoked
 
     def _remove(self, row: Row, reason: str) -> list[Lease]:
-        revoked = [self._end(lease_id) for lease_id in list(row.leases.values())]
-        self._forget(row)
+        revoked = self.work.call_off(row, self.stages)
+        self.live.remove(row)
         self.ledger.drop(row.tokens, reason)
         return revoked
-
-    def _forget(self, row: Row) -> None:
-        del self.rows[row.id]
-        self.sampled.pop(row.id, None)
-        if self.unsampled.pop(row.id, None) is not None:
-            self.complete -= row.complete
-        for queue in self.waiting.values():
-            queue.discard(row.id)
-        self.nbytes -= row.nbytes
-        self.rows_with_columns -= bool(row.columns)

@@ -18,7 +18,7 @@ class PromptEncoder:
     def __init__(self, model_path: str | Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path))
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids [prompt tokens], at least one. Raises DataFailure for what the template or tokenizer refuses."""

@@ -117,7 +117,7 @@ def load_decoder(model_path: str) -> Decode:
         return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     from transformers import AutoTokenizer
 
-    slow = AutoTokenizer.from_pretrained(model_path)
+    slow = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     return lambda ids: str(slow.decode(list(ids), skip_special_tokens=True))
 
 

@@ -44,7 +44,8 @@ class Scorer:
 
         logging.disable_progress_bar()
         self._home = self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+        safe = {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **safe)
         self._model = model.to(self._device).eval()
         self._micro_batch_tokens = micro_batch_tokens
         self._vocabulary = int(model.config.vocab_size)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 from buffer.buffer import EndOfData
 from buffer.evaluation import EvaluationResult
 from buffer.records import Produced, Prompt, SampledRow
+from buffer.snapshot import Cut
 from trainers.batch import StepPlan
 from trainers.learner import StepResult
 
@@ -83,6 +86,8 @@ class FakeRows:
         return batch(self.version) if callable(batch) else batch
 
     async def fetch(self, reference: Any) -> Any:
+        if isinstance(reference, Exception):
+            raise reference
         return reference
 
     async def trained(self, row_ids: Sequence[int], step: int) -> None:
@@ -96,7 +101,7 @@ class FakeRows:
 
     async def published(self, version: int, step: int) -> None:
         self.version = version
-        self.log.append(("published", version))
+        self.log.append(("published", version, step))
 
     async def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float
@@ -119,8 +124,10 @@ class FakeRows:
     async def status(self) -> dict[str, Any]:
         return buffer_status()
 
-    async def cursor(self) -> int:
-        return 17
+    async def cut(self) -> Any:
+        self.log.append(("cut",))
+        state = {"filled": [{"id": 7, "produced": {"reward": {}}}]}
+        return Cut(state, [{"rewards": np.array([0.5], np.float32)}])
 
 
 def buffer_status(**failures: int) -> dict[str, Any]:
@@ -162,19 +169,31 @@ class FakeRank:
     log: Log
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     calls: int = 0
-    save_error: OSError | None = None
+    write_error: OSError | None = None
+    released: threading.Event = field(default_factory=threading.Event)  # writing waits for it
 
     def train_step(self, plan: StepPlan, *rollouts: Any) -> StepResult:
         self.calls += 1
         self.log.append(("train_step", plan.step, plan.version, len(rollouts)))
         return step_result(plan.step, **self.results.get(self.calls, {}))
 
-    def save(self, folder: str) -> None:
-        self.log.append(("save", Path(folder).parent.name))
-        Path(folder).mkdir(parents=True)
-        (Path(folder) / "model.bin").write_bytes(b"weights")
-        if self.save_error is not None:
-            raise self.save_error
+    def __post_init__(self) -> None:
+        self.released.set()
+
+    def stage(self) -> None:
+        self.log.append(("stage",))
+
+    def write(self, folder: str) -> Future[None]:
+        """In a thread of its own, as a rank does."""
+        return ThreadPoolExecutor(1).submit(self._write, Path(folder))
+
+    def _write(self, folder: Path) -> None:
+        assert self.released.wait(10)
+        folder.mkdir(parents=True)
+        (folder / "model.bin").write_bytes(b"weights")
+        self.log.append(("written", folder.parent.name))
+        if self.write_error is not None:
+            raise self.write_error
 
 
 class FakeRecorder:

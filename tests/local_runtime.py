@@ -89,8 +89,8 @@ class LocalRows:
     async def status(self) -> dict[str, Any]:
         return self._buffer.status()
 
-    async def cursor(self) -> int:
-        return self._buffer.oldest_unfinished
+    async def cut(self) -> Any:
+        return self._buffer.cut()
 
 
 class LocalPublisher:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from trainers.learner import Rendezvous
+from trainers.rank import TrainerRank
 
 MEETING_SECONDS = 60.0  # of the ranks with each other, and for each of their collectives
 JOB_SECONDS = 150.0  # the first one waits for imports too
@@ -86,6 +87,12 @@ class Ranks:
                 if error is not None:
                     raise RankFailed(f"rank {rank} of {world_size}:\n{error}")
         return [results[rank] for rank in range(world_size)]
+
+
+def save(rank: TrainerRank, folder: str) -> None:
+    """Copy the rank's state and wait until it is written."""
+    rank.stage()
+    rank.write(folder).result()
 
 
 def _serve(pipe: Connection) -> None:

@@ -30,7 +30,7 @@ from topology.runs import RunError, RunFolder, read_json, write_json
 from topology.wire import pack_produced, unpack_lease
 
 if TYPE_CHECKING:
-    from buffer.buffer import Buffer
+    from buffer.buffer import Buffer, Cut
     from makers.parity import Probe
     from trainers.learner import Rendezvous
 
@@ -174,15 +174,17 @@ class WeightsActor(Shell):
 class BufferActor(Shell):
     """`buffer`: the experience table and its dispatcher, which calls the makers and so owns what they return."""
 
-    async def start(self, cursor: int, step: int, recover: bool = False) -> None:
-        """`recover`: go on from the state that a buffer of this run, which had started, saved last. Its rows are made again."""
+    async def start(self, step: int, checkpoint: str | None, recover: bool = False) -> None:
+        """Go on from the rows of a checkpoint's folder, which is of `step`; or, with `recover`, from the state that a buffer of
+        this run, which had started, saved last: its rows are made again."""
         from buffer.buffer import Buffer
+        from buffer.files import read_cut
         from makers.prompts import open_prompts
         from topology.roles import POLICY, rollout_of, stages_of
+        from trainers.checkpoints import BUFFER_FOLDER
 
         trainer = self.config.trainers[POLICY]
         prompts = await asyncio.to_thread(open_prompts, self.config.prompts)
-        prompts.seek(cursor)
         buffer = Buffer(
             self.config.buffer,
             prompts,
@@ -197,6 +199,9 @@ class BufferActor(Shell):
         )
         if recover:
             buffer.restore(self._saved())
+        elif checkpoint is not None:
+            state, columns = await asyncio.to_thread(read_cut, Path(checkpoint) / BUFFER_FOLDER)
+            buffer.restore(state, [ray.put(values) for values in columns])
         else:
             buffer.save()
         self._started_buffer, self.started = buffer, True
@@ -225,13 +230,9 @@ class BufferActor(Shell):
             )
         return state
 
-    async def cut(self) -> Any:
-        """A `buffer.buffer.Cut`; the columns come as references, in a list."""
+    async def cut(self) -> Cut:
+        """For a checkpoint: the columns come as references, since they are in a list."""
         return self._buffer.cut()
-
-    async def restore(self, state: dict[str, Any], columns: Sequence[Any]) -> None:
-        """Go on from a cut's state with its columns (values). To be told after `start`, before anything else."""
-        self._buffer.restore(state, [ray.put(values) for values in columns])
 
     async def rewind(self, step: int) -> None:
         self._buffer.rewind(step)
@@ -271,10 +272,6 @@ class BufferActor(Shell):
 
     async def status(self) -> dict[str, Any]:
         return self._buffer.status()
-
-    async def cursor(self) -> int:
-        """Where the prompts of a resumed run begin: at the oldest row that is neither trained nor dropped."""
-        return self._buffer.oldest_unfinished
 
     async def fatal(self) -> str:
         """Returns when it is impossible for the run to go on: the cause."""
@@ -365,6 +362,10 @@ class TrainerActor(Shell):
     async def refill(self) -> None:
         await self._trainer.refill()
 
+    async def checkpoint(self) -> str:
+        """The folder of a checkpoint of the present step."""
+        return str((await self._trainer.checkpoint()).path)
+
     async def stop(self) -> None:
         await self._trainer.stop()
 
@@ -387,8 +388,11 @@ class CriticActor(Shell):
     async def train(self, rows: Any, labels: Any, references: Sequence[Any]) -> Any:
         return await self._critic.train(rows, labels, references)
 
-    async def save(self, folder: str) -> None:
-        await self._critic.save(folder)
+    async def stage(self) -> None:
+        await self._critic.stage()
+
+    async def write(self, folder: str) -> None:
+        await self._critic.write(folder)
 
     async def status(self) -> dict[str, Any]:
         return self._critic.status()
@@ -438,7 +442,9 @@ class RankActor(Shell):
             self._rank.restore(restore)
 
     async def invoke(self, method: str, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._rank, method), *args)
+        from trainers.rank_group import call_in
+
+        return await call_in(self._thread, getattr(self._rank, method), *args)
 
     async def export(self, version: int) -> Any:
         return await self.invoke("export", version)

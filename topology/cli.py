@@ -215,6 +215,18 @@ def detach(
 
 
 @app.command()
+def checkpoint(name: Name) -> None:
+    """Write a checkpoint at the end of the present step; the run goes on."""
+    from topology.launch import Run
+
+    with errors():
+        found = Run(existing_run(name))
+        with err.status(f"waiting for the end of a step of {found.name} ..."):
+            folder = found.checkpoint()
+        out.print(str(folder), soft_wrap=True, markup=False)
+
+
+@app.command()
 def export(
     run_dir: Name, destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")]
 ) -> None:

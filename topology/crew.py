@@ -53,7 +53,6 @@ class Origin:
 
     step: int = 0
     version: int = 0
-    prompt_cursor: int = 0
     folder: str | None = None
 
 
@@ -170,7 +169,7 @@ class Crew:
         }
         if planned.kind in SERVICES:
             here = ray.get_runtime_context().get_node_id()
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         if planned.kind == "rank":
             options["runtime_env"] = {"env_vars": KEEP_FREED_MEMORY}
         threads = threads_of(self.config, planned)
@@ -190,7 +189,7 @@ class Crew:
 
     async def start_buffer(self, origin: Origin, recover: bool = False) -> None:
         """With `recover` as it was, from the file that an earlier one has left."""
-        await self.ask(self.buffer, "start", origin.prompt_cursor, origin.step, recover)
+        await self.ask(self.buffer, "start", origin.step, origin.folder, recover)
         self.buffer.life.joined()
 
     async def start_training(self, origin: Origin) -> None:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from buffer.evaluation import EvaluationResult
-from buffer.records import DataFailure, InfraFailure, Lease, MakerInfo, Produced, Prompt, SampledRow
+from buffer.records import ColumnsLost, DataFailure, InfraFailure, Lease, MakerInfo, Produced, Prompt, SampledRow
 from topology.wire import pack_lease, unpack_produced
 from weights.manifest import Manifest
 
@@ -121,10 +121,30 @@ class RayMaker:
             raise InfraFailure(f"{self.info.name}: {death_cause(error)}") from None
         except RayTaskError as error:
             await _look_at(columns)
+            if lost := self._lost(error.cause, inputs):
+                raise ColumnsLost(_kind(error.cause), lost) from None
             # Ray's own error carries the whole remote traceback in its text; that is in the maker's log.
             if isinstance(error.cause, DataFailure | InfraFailure):
                 raise error.cause from None
             raise InfraFailure(f"{self.info.name}: {type(error.cause).__name__}: {error.cause}") from None
+
+    def _lost(self, error: Exception, inputs: Sequence[Any]) -> list[str]:
+        """The stages whose columns, among the inputs, Ray could not bring to the maker; what the maker lost itself is not one."""
+        if not isinstance(error, ObjectLostError):
+            return []
+        return [
+            stage for stage, own in zip(self.info.needs, _hexes(inputs), strict=True) if own == error.object_ref_hex
+        ]
+
+
+def _hexes(arguments: Sequence[Any]) -> list[str | None]:
+    """The names of the objects among the arguments of a call, as Ray's errors give them."""
+    return [argument.hex() if isinstance(argument, ray.ObjectRef) else None for argument in arguments]
+
+
+def _kind(error: ObjectLostError) -> str:
+    """In a few words; Ray's own text is a page on how to find out more."""
+    return f"{type(error).__name__} (who owned them, or the node where they were, is gone)"
 
 
 async def _look_at(failed: Any) -> None:
@@ -180,6 +200,8 @@ class RayWorker:
         try:
             return await self._actor.invoke.remote(method, *args)
         except RayTaskError as error:
+            if isinstance(error.cause, ObjectLostError) and error.cause.object_ref_hex in _hexes(args):
+                raise ColumnsLost(_kind(error.cause)) from None
             raise without_ray(error) from error
         except RayActorError as error:
             raise ActorLost(death_cause(error)) from None
@@ -205,8 +227,11 @@ class RayCritic:
     async def train(self, rows: Any, labels: Any, references: Sequence[Any]) -> Any:
         return await self._call("train", rows, labels, list(references))
 
-    async def save(self, folder: str) -> None:
-        await self._call("save", folder)
+    async def stage(self) -> None:
+        await self._call("stage")
+
+    async def write(self, folder: str) -> None:
+        await self._call("write", folder)
 
     async def _call(self, method: str, *args: Any) -> Any:
         return await call(getattr(self._critic, method).remote(*args), self._timeout + MARGIN, f"critic: {method}")
@@ -223,7 +248,10 @@ class RayRows:
         return await self._buffer.call("sample", groups, timeout, timeout=timeout + MARGIN)
 
     async def fetch(self, reference: Any) -> Any:
-        return await call(reference, self._timeout, "buffer: fetch of a column")
+        try:
+            return await call(reference, self._timeout, "buffer: fetch of a column")
+        except ObjectLostError as error:
+            raise ColumnsLost(_kind(error)) from None
 
     async def trained(self, row_ids: Sequence[int], step: int) -> None:
         await self._call("trained", list(row_ids), step)
@@ -246,8 +274,8 @@ class RayRows:
     async def status(self) -> dict[str, Any]:
         return await self._call("status")
 
-    async def cursor(self) -> int:
-        return await self._call("cursor")
+    async def cut(self) -> Any:
+        return await self._call("cut")
 
     async def evaluate(
         self, prompts: Sequence[Prompt], *, samples: int, min_version: int, seed: int, timeout: float

@@ -110,6 +110,11 @@ class Run:
         config = load_config(self.folder.config)
         self._ask_supervisor("detach", maker, now, timeout=config.limits.start + config.buffer.lease_timeout)
 
+    def checkpoint(self) -> Path:
+        """Have a checkpoint written of the present step, when that is done; its folder. Raises ConfigError, RunError."""
+        limits = load_config(self.folder.config).limits
+        return Path(self._ask_supervisor("checkpoint", timeout=limits.batch + 3 * limits.step))
+
     def _ask_supervisor(self, method: str, *args: Any, timeout: float) -> Any:
         state = self.status()["state"]
         if state in ENDED:

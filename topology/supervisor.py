@@ -20,7 +20,7 @@ import ray
 
 from topology.actors import Identity, Shell
 from topology.crew import Crew, Origin, RunFailed, one_line
-from topology.handles import call
+from topology.handles import FOREVER, call
 from topology.members import Member, snapshot
 from topology.placement import CannotPlace, Placement, release
 from topology.plan import Plan
@@ -28,6 +28,7 @@ from topology.recovery import Recovery
 from topology.runs import RunFolder, read_json, this_process, write_json
 from topology.shifts import Shifts
 from topology.watch import Watch
+from trainers.checkpoints import CheckpointError
 from trainers.recorder import append_event
 
 T = TypeVar("T")
@@ -43,11 +44,7 @@ class Supervisor(Shell):
     def __init__(self, identity: Identity, plan: Plan, resume: dict[str, Any] | None) -> None:
         super().__init__(identity)
         self.folder = RunFolder(Path(identity.folder))
-        self.origin = (
-            Origin()
-            if resume is None
-            else Origin(resume["step"], resume["version"], resume["prompt_cursor"], resume["folder"])
-        )
+        self.origin = Origin() if resume is None else Origin(resume["step"], resume["version"], resume["folder"])
         self.placement = Placement(plan.groups, identity.namespace)
         self.watch = Watch(self.config.limits.ping, self._ended)
         self.crew = Crew(identity, plan, self.placement, self.watch.over)
@@ -78,6 +75,13 @@ class Supervisor(Shell):
         if now:
             self.hurry.set()
         self.stopping.set()
+
+    async def checkpoint(self) -> str:
+        """Have one written of the present step, when that is done; its folder. Raises CheckpointError with the reason."""
+        trainer = self.crew.trainer
+        if self.training is None or not trainer.life.useful:
+            raise CheckpointError(f"there is nothing to write: {trainer.name} is {trainer.state}")
+        return await call(trainer.handle.checkpoint.remote(), FOREVER, trainer.name)  # waits in there have deadlines
 
     async def attach(self, group: str, section: dict[str, Any] | None, replicas: int) -> list[str]:
         """Makers more, which work when this returns; their names. Raises ConfigError or RunFailed: the run is as it was."""

@@ -2,6 +2,7 @@
 
 Guarantees:
 1. A folder named `step-*` is complete: it is written under another name and renamed when everything is on disk.
+   It holds JSON, safetensors and Parquet: reading it runs no code, whoever wrote it.
 2. `latest` names a complete checkpoint at every moment, also when a later one fails (full disk, dead rank): the partial
    one is removed, and the last valid one is neither touched nor pruned.
 3. `keep` newest checkpoints remain.
@@ -10,8 +11,10 @@ Guarantees:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = "tandem-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 META = "meta.json"
 LATEST = "latest"
 RANKS_FOLDER = "trainer"  # what the ranks of the policy save together
 CRITIC_FOLDER = "critic"  # and those of its critic
+BUFFER_FOLDER = "buffer"  # the rows in flight, see `buffer.files`
 _PARTIAL = ".partial-"
-_REQUIRED = {"step": int, "version": int, "prompt_cursor": int}
+_NAME = r"step-\d+"
+_REQUIRED = ("step", "version")
 
 Writer = Callable[[Path], Awaitable[None]]
 
@@ -41,7 +46,6 @@ class Checkpoint:
     path: Path
     step: int
     version: int  # the newest published version at that step
-    prompt_cursor: int  # where the prompt source goes on
     meta: Mapping[str, Any]
 
 
@@ -65,12 +69,10 @@ class Checkpointer:
         try:
             if _pointed(self.folder) == name:
                 return load(self.folder / name)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            await _in_thread(self._begin, partial)
             for write in writers:
                 await write(partial)
-            _seal(partial, meta)
-            self._commit(partial, name)
+            await _in_thread(self._commit, partial, name, meta)
         except BaseException as error:
             self._discard(partial, name)
             if not isinstance(error, Exception):
@@ -78,10 +80,16 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint {name} was not written ({type(error).__name__}: {error}); {self._remaining()}"
             ) from error
-        self._prune(name)
+        await _in_thread(self._prune, name)
         return load(self.folder / name)
 
-    def _commit(self, partial: Path, name: str) -> None:
+    def _begin(self, partial: Path) -> None:
+        for left in self.folder.glob(f"{_PARTIAL}*"):  # by a life of the run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def _commit(self, partial: Path, name: str, meta: Mapping[str, Any]) -> None:
+        _seal(partial, meta)
         target = self.folder / name
         if target.exists():  # left by an earlier life of the run; `latest` does not name it
             shutil.rmtree(target)
@@ -122,7 +130,7 @@ def find_latest(folder: Path) -> Checkpoint:
     name = _pointed(folder)
     if name is None:
         raise CheckpointError(f"{folder} has no file `{LATEST}`: no checkpoint was written there. {_choices(folder)}")
-    if not name or name != Path(name).name or not (folder / name).is_dir():
+    if not re.fullmatch(_NAME, name) or not (folder / name).is_dir():
         raise CheckpointError(f"{folder / LATEST} names {name!r}, which is not a folder beside it. {_choices(folder)}")
     try:
         return load(folder / name)
@@ -139,16 +147,18 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} has checkpoint format version {meta.get('format_version')!r}, this Tandem reads {FORMAT_VERSION}"
         )
-    for key, kind in _REQUIRED.items():
-        if type(meta.get(key)) is not kind or meta[key] < 0:
+    for key in _REQUIRED:
+        if type(meta.get(key)) is not int or meta[key] < 0:
             raise CheckpointError(f"{path / META} is broken: {key} is {meta.get(key)!r}, expected a number >= 0")
     for name, nbytes in meta.get("files", {}).items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{path / META} is broken: its file {name!r} is outside of the checkpoint")
         file = path / name
         found = file.stat().st_size if file.is_file() else None
         if found != nbytes:
             state = "is missing" if found is None else f"has {found} bytes"
             raise CheckpointError(f"{path} is broken: {name} {state}, {nbytes} bytes were written")
-    return Checkpoint(path, meta["step"], meta["version"], meta["prompt_cursor"], meta)
+    return Checkpoint(path, meta["step"], meta["version"], meta)
 
 
 def _read_meta(file: Path) -> dict[str, Any]:
@@ -169,6 +179,16 @@ def _seal(partial: Path, meta: Mapping[str, Any]) -> None:
     }
     sealed = {"format": FORMAT, "format_version": FORMAT_VERSION, **meta, "files": files}
     _write_durably(partial / META, json.dumps(sealed, indent=1))
+
+
+async def _in_thread(work: Callable[..., None], *args: Any) -> None:
+    """Training goes on while a disk is slow. What was begun is finished, also for who is cancelled."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait({working})
+        raise
 
 
 def _write_durably(file: Path, text: str) -> None:

@@ -43,8 +43,11 @@ class Critic:
         self._last = result
         return result
 
-    async def save(self, folder: str) -> None:
-        await self._ranks.call(TrainerRank.save, folder)
+    async def stage(self) -> None:
+        await self._ranks.call(TrainerRank.stage)
+
+    async def write(self, folder: str) -> None:
+        await self._ranks.call(TrainerRank.write, folder)
 
     def status(self) -> dict[str, Any]:
         """Step, loss and gradient norm of the last training; empty before the first."""

@@ -6,7 +6,7 @@ the same methods in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -71,8 +71,12 @@ class Learner(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The current policy by Hugging Face name, each name once. Every rank walks it to its end."""
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint from which `restore` continues bit by bit. `folder` appears complete or not at all."""
+    def stage(self) -> Callable[[Path], None]:
+        """Copy the state from which `restore` continues bit by bit to CPU memory.
+
+        What is returned writes the copy below a folder, at any time and in any thread, and is not collective: with those
+        of all ranks the folder is complete. It raises OSError or CheckpointError.
+        """
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint. Raises CheckpointError when the folder is broken or of another model."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from buffer.evaluation import EvaluationResult
 from buffer.records import Prompt, SampledRow
+from buffer.snapshot import Cut
 from trainers.batch import Columns, StepRows
 from trainers.learner import StepResult
 
@@ -46,8 +47,8 @@ class RowSource(Protocol):
 
     async def status(self) -> Mapping[str, Any]: ...
 
-    async def cursor(self) -> int:
-        """Where the prompts go on after a resume."""
+    async def cut(self) -> Cut:
+        """For a checkpoint: everything in flight as it is now. Its columns can be fetched for as long as it is held."""
         ...
 
 
@@ -70,8 +71,12 @@ class ValueModel(Protocol):
         """`labels` are `returns` and `values`. `skipped` of the result says which optimizer steps were not taken."""
         ...
 
-    async def save(self, folder: str) -> None:
-        """Write a checkpoint. Raises OSError or CheckpointError."""
+    async def stage(self) -> None:
+        """Copy the state to CPU memory, for a checkpoint."""
+        ...
+
+    async def write(self, folder: str) -> None:
+        """Write that copy below a folder; it may train meanwhile. Raises OSError or CheckpointError."""
         ...
 
 

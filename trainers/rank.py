@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,8 @@ class TrainerRank:
         self._num_buckets: int | None = None
         self._first = rendezvous.rank == 0
         self._seconds_exporting = 0.0
+        self._staged: Callable[[Path], None] | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.learner = build_learner(
             config,
             Path(model_path),
@@ -112,8 +116,16 @@ class TrainerRank:
         return self._num_buckets
 
     @function(dispatch="all", execute="all")
-    def save(self, folder: str) -> None:
-        self.learner.save(Path(folder))
+    def stage(self) -> None:
+        """Copy the state to CPU memory, for `write`."""
+        self._staged = self.learner.stage()
+
+    @function(dispatch="all", execute="all")
+    def write(self, folder: str) -> Future[None]:
+        """Write what `stage` copied, and let go of it, in a thread of its own: training may go on meanwhile."""
+        staged, self._staged = self._staged, None
+        assert staged is not None, "write before stage"
+        return self._writer.submit(staged, Path(folder))
 
     def restore(self, folder: str) -> None:
         self.learner.restore(Path(folder))
@@ -128,6 +140,7 @@ class TrainerRank:
         self.learner.onload()
 
     def close(self) -> None:
+        self._writer.shutdown()
         self.learner.close()
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
+from buffer.records import ColumnsLost
 from trainers.dispatch import Call, call_of
+
+LOST_TOO = 10.0  # seconds in which all workers find out that an argument is lost
 
 
 class Worker(Protocol):
@@ -37,6 +40,13 @@ class RankError(RuntimeError):
         return RankError, (self.rank, self.method, self.text)
 
 
+async def call_in(thread: Executor, method: Callable[..., Any], *args: Any) -> Any:
+    """Call a method in a thread. One that answers with a Future goes on elsewhere: its call lasts until that is done, and the
+    thread is free meanwhile."""
+    answer = await asyncio.get_running_loop().run_in_executor(thread, method, *args)
+    return await asyncio.wrap_future(answer) if isinstance(answer, Future) else answer
+
+
 class LocalWorker:
     """A plain object as a worker. Its methods run one after another in one thread of their own."""
 
@@ -46,7 +56,7 @@ class LocalWorker:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank-{name}")
 
     async def invoke(self, method: str, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._target, method), *args)
+        return await call_in(self._thread, getattr(self._target, method), *args)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -69,7 +79,7 @@ class RankGroup:
 
         `how` (dispatch, execute, collect: see `trainers.dispatch.Call`) replaces what the mark says, `timeout` the
         group's own. Raises RankError on the first failure, or when the deadline passes, naming the ranks that have not
-        answered.
+        answered; ColumnsLost when no rank could begin, since none was brought its arguments.
         """
         name, call = (method, None) if isinstance(method, str) else (method.__name__, call_of(method))
         call = replace(call or Call(), **how)
@@ -88,6 +98,10 @@ class RankGroup:
 
     async def _results(self, method: str, calls: list[asyncio.Task[Any]], timeout: float) -> list[Any]:
         done, waiting = await asyncio.wait(calls, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        if any(isinstance(call.exception(), ColumnsLost) for call in done):
+            done, waiting = await asyncio.wait(calls, timeout=LOST_TOO)
+            if not waiting and all(isinstance(call.exception(), ColumnsLost) for call in calls):
+                raise ColumnsLost(str(calls[0].exception()))
         for call in calls:
             if call in done and (error := call.exception()) is not None:
                 raise RankError(call.get_name(), method, f"failed ({type(error).__name__}: {error})") from error

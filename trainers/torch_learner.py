@@ -5,7 +5,7 @@ Same protocol as the Megatron learner, which must match it in loss, gradients an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from trainers.config import CriticConfig, Optimizer, TorchBackend, TrainerConfig
 from trainers.huggingface import save_huggingface
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
+from trainers.state_files import StateFile, copied, random_state, seed_generators, set_random_state, write_state
 from trainers.step import LossFunction
 from trainers.stepping import SteppingLearner
 
-STATE_FILE = "learner.pt"
+STATE_FILE = "learner.safetensors"
 
 
 class TorchLearner(SteppingLearner):
@@ -29,7 +30,7 @@ class TorchLearner(SteppingLearner):
     policy: TorchPolicy
 
     def start(self) -> None:
-        torch.manual_seed(self._seed)
+        seed_generators(self._seed)
         self._begin()
 
     def _load(self) -> TorchPolicy:
@@ -39,16 +40,18 @@ class TorchLearner(SteppingLearner):
         """A tied output layer is no parameter of its own, so it is not named."""
         yield from self.policy.by_folder_name({n: p.detach() for n, p in self.policy.model.named_parameters()})
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{STATE_FILE}.partial"
-        torch.save(self.policy.state(), partial)
-        partial.rename(folder / STATE_FILE)
+    def stage(self) -> Callable[[Path], None]:
+        state = copied(self.policy.state())
+
+        def write(folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_state(folder / STATE_FILE, state)
+
+        return write
 
     def restore(self, folder: Path) -> None:
         try:
-            state = torch.load(folder / STATE_FILE, weights_only=True)
-            self.policy.load_state(state)
+            self.policy.load_state(StateFile(folder / STATE_FILE).read())
         except Exception as error:
             raise CheckpointError(f"{folder} cannot be restored ({type(error).__name__}: {error})") from error
 
@@ -125,13 +128,13 @@ class TorchPolicy:
         return {
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "random": torch.get_rng_state(),
+            "random": random_state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
+        set_random_state(state["random"])
 
     def move(self, device: torch.device) -> None:
         """The model without its gradients, and the optimizer's state. Not yet run on a GPU."""
@@ -147,7 +150,8 @@ class TorchPolicy:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, local_files_only=True).to(self.device)
+        safe = {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, **safe).to(self.device)
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Two figures of each target, each segment by itself: its row i predicts token i + 1."""

@@ -10,7 +10,8 @@ Guarantees:
    for makers.
 5. Every wait has a deadline and a name.
 6. Rows whose columns are lost are not trained on: the buffer has them made again, and takes the batch's other rows back.
-7. A checkpoint that cannot be written is an event; the last one of the run failing is a failure of the run.
+7. A checkpoint is written while training goes on. One that fails is an event; the last one of the run failing is a
+   failure of the run.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 from buffer.buffer import EndOfData
-from buffer.records import SampledRow
-from trainers.batch import Columns
-from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER, Checkpointer, CheckpointError
+from buffer.records import ColumnsLost, SampledRow
+from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError
 from trainers.config import TrainerConfig
+from trainers.fetching import fetch_columns
 from trainers.guards import MismatchGate, SkipCounter, ages
 from trainers.learner import StepResult
 from trainers.metrics import MetricsBuilder, StepRecord
 from trainers.planner import Batch, StepPlanner
 from trainers.ports import Deadlines, Evaluation, MakerStatuses, Publisher, RowSource, Schedule, ValueModel
-from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 from trainers.recorder import Recorder
 from trainers.rows_writer import RowsWriter
+from trainers.saver import Saver, Saving
 from trainers.stopwatch import Stopwatch
 from trainers.training import BatchTraining, NotTrained, Trained
 from trainers.turns import Holder, Turns
@@ -96,7 +98,9 @@ class Trainer:
         self._makers = makers
         self._recorder = recorder
         self._metrics = metrics
-        self._checkpointer = checkpointer
+        self._saver = Saver(checkpointer, ranks=ranks, critic=critic, rows=rows, recorder=recorder, clock=clock)
+        self._wanted: list[asyncio.Future[Checkpoint]] = []  # checkpoints that were asked for
+        self._asked = asyncio.Event()
         self._schedule = schedule
         self._deadlines = deadlines
         self._max_age = max_age
@@ -111,7 +115,6 @@ class Trainer:
         self._progress = Progress(step=start_step, since=clock())
         self._start_step = start_step
         self._start_version = start_step // schedule.publish_every if start_version is None else start_version
-        self._saved_step = start_step if start_step else None
         self._maker_statuses: Mapping[str, Mapping[str, Any]] = {}
         self._last: Mapping[str, Any] = {}
         self._stopping = asyncio.Event()
@@ -147,6 +150,7 @@ class Trainer:
         try:
             return await self._run()
         finally:
+            await self._end_checkpoints()
             self._idle.set()
 
     async def _run(self) -> str:
@@ -170,6 +174,18 @@ class Trainer:
         self._stopping.set()
         await self._idle.wait()
 
+    async def checkpoint(self) -> Checkpoint:
+        """Write one of the present step when it is done; at once while rows are waited for. Before the first step: of that.
+
+        Raises CheckpointError with the reason if the trainer does not run, if the run ends before, or if it fails.
+        """
+        if self._idle.is_set():
+            raise CheckpointError(f"no checkpoint can be taken: the trainer does not train ({self._progress.phase})")
+        wanted = asyncio.get_running_loop().create_future()
+        self._wanted.append(wanted)
+        self._asked.set()
+        return await wanted
+
     def status(self) -> dict[str, Any]:
         """Step, version, phase and seconds in it, last rates, what the run is bound by, the last held-out score."""
         progress, last = self._progress, self._last
@@ -189,10 +205,8 @@ class Trainer:
     async def _attempt(self) -> None:
         """One batch of rows: sample, train, publish, tell; or skip it."""
         step = self._progress.step + 1
-        await self._hand_to("makers")
         try:
-            with self._phase("wait_for_batch"):
-                batch = await self._batch()
+            batch = await self._batch()
         except EndOfData as error:
             self._recorder.event("end_of_data", step=self._progress.step, cause=str(error))
             self._end_of_data = True
@@ -223,25 +237,44 @@ class Trainer:
         return True
 
     async def _batch(self) -> Batch | None:
-        """The next rows with their columns, ages checked; None when a stop came first."""
-        # The buffer keeps the deadline itself, and says what each unfinished row waits for; this is the net below.
-        net = self._deadlines.batch + self._deadlines.call
-        asked = self._rows.sample(self._config.groups_per_step, self._deadlines.batch)
-        rows = await self._unless_stopped(net, "rows.sample", asked)
+        """The next rows with their columns, ages checked; None when a stop came first, or columns were lost."""
+        rows = await self._sample()
         if rows is None:
             return None
         found = ages(rows, self._version, self._max_age)
-        columns = await self._within(self._deadlines.batch, "fetch of columns", self._fetch(rows))
+        with self._phase("wait_for_batch"):
+            fetching = fetch_columns(self._rows, rows, self._config.stages)
+            columns, lost = await self._within(self._deadlines.batch, "fetch of columns", fetching)
+        if lost:
+            await self._tell_lost(lost)
+            return None
         return Batch(rows, columns, found)
 
-    async def _fetch(self, rows: Sequence[SampledRow]) -> list[dict[str, Columns]]:
-        stages = self._config.stages
+    async def _sample(self) -> Sequence[SampledRow] | None:
+        """Meanwhile, checkpoints are taken that are asked for."""
+        # The buffer keeps the deadline itself, and says what each unfinished row waits for; this is the net below.
+        net = self._deadlines.batch + self._deadlines.call
+        interrupts = [self._stopping] + ([self._asked] if self._progress.step else [])
+        await self._hand_to("makers")
+        sample = self._rows.sample(self._config.groups_per_step, self._deadlines.batch)
+        sampling = asyncio.ensure_future(sample)
+        try:
+            while True:
+                with self._phase("wait_for_batch"):
+                    rows = await self._unless(interrupts, net, "rows.sample", sampling)
+                if rows is not None or self._stopping.is_set():
+                    return rows
+                await self._checkpoint()
+                await self._hand_to("makers")
+        finally:
+            sampling.cancel()
 
-        async def one(row: SampledRow) -> dict[str, Columns]:
-            fetched = await asyncio.gather(*(self._rows.fetch(row.columns[stage]) for stage in stages))
-            return dict(zip(stages, fetched, strict=True))
-
-        return list(await asyncio.gather(*(one(row) for row in rows)))
+    async def _tell_lost(self, lost: Mapping[int, ColumnsLost]) -> None:
+        """The buffer has the lost columns made again; `sample` will find that the other rows are not held any more."""
+        for row_id, error in lost.items():
+            await self._within(self._deadlines.call, "rows.lost", self._rows.lost(row_id, error.stages, str(error)))
+        cause = str(next(iter(lost.values())))
+        self._recorder.event("columns_lost", step=self._progress.step + 1, row_ids=list(lost), cause=cause)
 
     @property
     def _version(self) -> int:
@@ -299,12 +332,13 @@ class Trainer:
         step, last = self._progress.step, self._progress.step == self._config.steps
         if self._rows_writer is not None and self._rows_writer.wants(step):
             await self._write_rows(self._rows_writer.write(step, batch.rows, batch.columns))
-        every = self._schedule.checkpoint_every
-        if every is not None and step % every == 0 and not last:
-            await self._checkpoint(required=False)
         evaluation = self._evaluation
         if evaluation is not None and evaluation.every is not None and step % evaluation.every == 0 and not last:
             await self._evaluate(evaluation)
+        every = self._schedule.checkpoint_every
+        # Last, so that a run that goes on from it has nothing left to do of this step.
+        if (every is not None and step % every == 0 and not last) or self._wanted:
+            await self._checkpoint()
 
     async def _write_rows(self, writing: Awaitable[None]) -> None:
         try:
@@ -323,8 +357,12 @@ class Trainer:
                 seed=evaluation.seed,
                 timeout=evaluation.timeout,
             )
+            evaluating = asyncio.ensure_future(asked)
             net = evaluation.timeout + self._deadlines.call
-            result = await self._unless_stopped(net, "rows.evaluate", asked)
+            try:
+                result = await self._unless([self._stopping], net, "rows.evaluate", evaluating)
+            finally:
+                evaluating.cancel()
         if result is None:
             return
         self._held_out = {"step": step, "score": result.reward_mean}
@@ -334,36 +372,29 @@ class Trainer:
         self._recorder.event("evaluation", step=step, version=version, **figures)
         self._recorder.chart(step, {"eval/score": result.reward_mean})
 
-    async def _checkpoint(self, required: bool) -> None:
-        """Write a checkpoint. One that fails is an event, and an error when it is `required`."""
-        async with self._ranks_work:
-            await self._save(required)
-
-    async def _save(self, required: bool) -> None:
-        step, version = self._progress.step, self._progress.version
-        await self._hand_to("ranks")
+    async def _checkpoint(self) -> Saving:
+        """Take one of the present step. Returns when its state is copied: who writes it, which may fail."""
+        meta = {"step": self._progress.step, "version": self._version, "steps": self._config.steps}
         with self._phase("checkpoint"):
-            cursor = await self._within(self._deadlines.call, "rows.cursor", self._rows.cursor())
-            meta = {"step": step, "version": version, "prompt_cursor": cursor, "steps": self._config.steps}
-            writers = [self._save_ranks] if self._critic is None else [self._save_ranks, self._save_critic]
-            try:
-                checkpoint = await self._checkpointer.save(meta, writers)
-            except CheckpointError as error:
-                self._recorder.event("checkpoint_failed", step=step, cause=str(error))
-                if required:
-                    raise
-                return
-        self._saved_step = step
-        self._recorder.event("checkpoint", step=step, folder=str(checkpoint.path))
+            await self._saver.settle()
+        async with self._ranks_work:
+            await self._hand_to("ranks")
+            with self._phase("checkpoint"):
+                saving = await self._saver.begin(meta)
+        for wanted in self._wanted:
+            saving.add_done_callback(partial(_answer, wanted))
+        self._wanted = []
+        self._asked.clear()
+        return saving
 
-    async def _save_ranks(self, folder: Path) -> None:
-        await self._ranks.call(TrainerRank.save, str(folder / RANKS_FOLDER))
-        _require(folder / RANKS_FOLDER)
-
-    async def _save_critic(self, folder: Path) -> None:
-        assert self._critic is not None
-        await self._critic.save(str(folder / CRITIC_FOLDER))
-        _require(folder / CRITIC_FOLDER)
+    async def _end_checkpoints(self) -> None:
+        """However the run ends: what is being written is finished, if that takes no longer than a call; others are refused."""
+        with suppress(TimeoutError):
+            await self._within(self._deadlines.call, "checkpoint", self._saver.settle())
+        for wanted in self._wanted:
+            if not wanted.done():  # else whoever asked is gone
+                wanted.set_exception(CheckpointError("no checkpoint was taken: the run ended before"))
+        self._wanted = []
 
     def _outcome(self) -> str | None:
         """Why the loop ends, None while it goes on."""
@@ -375,8 +406,15 @@ class Trainer:
 
     async def _finish(self, outcome: str) -> None:
         step = self._progress.step
-        if self._schedule.checkpoint_at_end and step not in (0, self._saved_step):
-            await self._checkpoint(required=True)
+        with self._phase("checkpoint"):
+            await self._saver.settle()  # else it is not known whether this step has one
+        due = self._schedule.checkpoint_at_end and step > self._start_step and not self._saver.has(step)
+        if due or (self._wanted and step):
+            saving = await self._checkpoint()
+            with self._phase("checkpoint"):
+                await self._saver.settle()
+            if due:
+                saving.result()
         if outcome != "stopped" and self._evaluation is not None and self._evaluation.at_end:
             await self._evaluate(self._evaluation)
         if self._rows_writer is not None:
@@ -406,16 +444,17 @@ class Trainer:
     def _enter(self, phase: str) -> None:
         self._progress.phase, self._progress.since = phase, self._clock()
 
-    async def _unless_stopped(self, seconds: float, what: str, waiting: Awaitable[T]) -> T | None:
-        """Await with a deadline; None when a stop came first."""
-        task = asyncio.ensure_future(waiting)
-        stopping = asyncio.ensure_future(self._stopping.wait())
+    async def _unless(
+        self, interrupts: Sequence[asyncio.Event], seconds: float, what: str, task: asyncio.Future[T]
+    ) -> T | None:
+        """Await with a deadline; None when one of the events came first."""
+        events = [asyncio.ensure_future(event.wait()) for event in interrupts]
         try:
-            await self._within(seconds, what, asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED))
+            await self._within(seconds, what, asyncio.wait({task, *events}, return_when=asyncio.FIRST_COMPLETED))
             return task.result() if task.done() else None
         finally:
-            task.cancel()
-            stopping.cancel()
+            for event in events:
+                event.cancel()
 
     async def _within(self, seconds: float, what: str, waiting: Awaitable[T]) -> T:
         """Await with a deadline that has a name."""
@@ -429,7 +468,10 @@ class Trainer:
             raise TimeoutError(f"trainer: {what} took over {seconds:g} s (step {self._progress.step})") from error
 
 
-def _require(folder: Path) -> None:
-    """What ranks on other nodes wrote must be seen here, or the checkpoint would lack it."""
-    if not folder.is_dir():
-        raise OSError(f"the ranks wrote nothing to {folder} that is seen here: the run folder must be on a shared disk")
+def _answer(wanted: asyncio.Future[Checkpoint], saving: Saving) -> None:
+    if wanted.done() or saving.cancelled():  # whoever asked, or this process, is gone
+        return
+    if (error := saving.exception()) is not None:
+        wanted.set_exception(error)
+    else:
+        wanted.set_result(saving.result())

@@ -233,6 +233,7 @@ def engine_arguments(config: VllmEngine, model_path: str, seed: int, sleeps: boo
         "pipeline_parallel_size": config.pipeline_parallel,
         "distributed_executor_backend": "mp" if config.workers > 1 else "uni",
         "use_tqdm_on_load": False,
+        "trust_remote_code": False,
     }
     if torch.cuda.is_available():
         device: dict[str, Any] = {

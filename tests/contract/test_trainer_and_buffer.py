@@ -20,7 +20,7 @@ from trainers.config import Grpo, TorchBackend, TrainerConfig
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
 from trainers.ports import Deadlines, Schedule
-from trainers.rank_group import LocalWorker, RankGroup
+from trainers.rank_group import LocalWorker, RankError, RankGroup
 from trainers.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(60)
@@ -63,47 +63,66 @@ class MakerOf:
         return row.produced[self.info.stage], row.columns[self.info.stage]
 
 
+def new_buffer(settings: BufferConfig, every: int, world: World) -> Buffer:
+    buffer = Buffer(
+        settings,
+        Prompts(),
+        stages=("rollout", "reward"),
+        groups_per_step=GROUPS,
+        every=every,
+        samples=2,
+        total_rows=STEPS * GROUPS,
+        seed=0,
+    )
+    buffer.attach(MakerOf("rollout", (), world))
+    buffer.attach(MakerOf("reward", ("rollout",), world))
+    return buffer
+
+
+def new_trainer(
+    folder: Path,
+    settings: BufferConfig,
+    every: int,
+    buffer: Buffer,
+    world: World,
+    recorder: FakeRecorder,
+    rank: FakeRank,
+    checkpoint_every: int | None = None,
+    **start: int,
+) -> Trainer:
+    async def makers() -> dict[str, Any]:
+        return {}
+
+    config = TrainerConfig(
+        algorithm=Grpo(type="grpo", mask_truncated=True),
+        backend=TorchBackend(type="torch"),
+        groups_per_step=GROUPS,
+        steps=STEPS,
+    )
+    return Trainer(
+        config,
+        planner=StepPlanner(config, max_response_tokens=8),
+        ranks=RankGroup([LocalWorker(rank)], timeout=10.0),
+        rows=LocalRows(buffer),
+        weights=world,
+        makers=makers,
+        recorder=recorder,
+        metrics=MetricsBuilder(),
+        checkpointer=Checkpointer(folder, keep=1),
+        schedule=Schedule(every, checkpoint_every, checkpoint_at_end=False),
+        deadlines=Deadlines(batch=10.0, step=10.0),
+        max_age=worst_case_age(settings.order, settings.window, settings.max_staleness, GROUPS, every),
+        **start,
+    )
+
+
 def train(folder: Path, settings: BufferConfig, every: int, results: dict[int, dict[str, Any]]) -> tuple[Any, Any]:
     """Run to the end; the metrics objects and the buffer's last status."""
 
     async def main() -> tuple[Any, Any]:
         world, recorder = World(), FakeRecorder()
-        config = TrainerConfig(
-            algorithm=Grpo(type="grpo", mask_truncated=True),
-            backend=TorchBackend(type="torch"),
-            groups_per_step=GROUPS,
-            steps=STEPS,
-        )
-        buffer = Buffer(
-            settings,
-            Prompts(),
-            stages=("rollout", "reward"),
-            groups_per_step=GROUPS,
-            every=every,
-            samples=2,
-            total_rows=STEPS * GROUPS,
-            seed=0,
-        )
-        buffer.attach(MakerOf("rollout", (), world))
-        buffer.attach(MakerOf("reward", ("rollout",), world))
-
-        async def makers() -> dict[str, Any]:
-            return {}
-
-        trainer = Trainer(
-            config,
-            planner=StepPlanner(config, max_response_tokens=8),
-            ranks=RankGroup([LocalWorker(FakeRank([], results))], timeout=10.0),
-            rows=LocalRows(buffer),
-            weights=world,
-            makers=makers,
-            recorder=recorder,
-            metrics=MetricsBuilder(),
-            checkpointer=Checkpointer(folder, keep=1),
-            schedule=Schedule(every, None, checkpoint_at_end=False),
-            deadlines=Deadlines(batch=10.0, step=10.0),
-            max_age=worst_case_age(settings.order, settings.window, settings.max_staleness, GROUPS, every),
-        )
+        buffer = new_buffer(settings, every, world)
+        trainer = new_trainer(folder, settings, every, buffer, world, recorder, FakeRank([], results))
         assert await trainer.run() == "done"
         status = buffer.status()
         await buffer.close()
@@ -141,3 +160,46 @@ def test_rows_of_skipped_steps_are_replaced_and_the_run_still_reaches_its_last_s
     assert status["ledger"]["rows"]["trained"] == STEPS * GROUPS
     assert status["ledger"]["rows"]["dropped"] == {"nonfinite": 2 * GROUPS}
     assert max(row["staleness/max"] for row in objects) <= 1
+
+
+@pytest.mark.parametrize("back_to", [0, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("settings", "every"),
+    [
+        (BufferConfig(max_staleness=0), 1),
+        (BufferConfig(max_staleness=1), 2),
+        (BufferConfig(max_staleness=1, order="window", window=3), 1),
+        (BufferConfig(max_staleness=1, order="ready"), 2),
+    ],
+)
+def test_a_trainer_that_is_lost_goes_on_from_a_step_before_while_buffer_and_makers_stay(
+    tmp_path: Path, settings: BufferConfig, every: int, back_to: int
+) -> None:
+    """The first one fails in the middle of its sixth step, when it has rows; the second publishes under larger versions."""
+
+    class Dies(FakeRank):
+        def train_step(self, plan: Any, *rollouts: Any) -> Any:
+            if plan.step == 6:
+                raise RuntimeError("killed")
+            return super().train_step(plan, *rollouts)
+
+    async def main() -> tuple[list[int], Any]:
+        world, recorder = World(), FakeRecorder()
+        buffer = new_buffer(settings, every, world)
+        first = new_trainer(tmp_path, settings, every, buffer, world, FakeRecorder(), Dies([]))
+        with pytest.raises(RankError):
+            await first.run()
+        buffer.rewind(back_to)
+        start = {"start_step": back_to, "start_version": world.version + 1}
+        second = new_trainer(tmp_path, settings, every, buffer, world, recorder, FakeRank([]), **start)
+        assert await second.run() == "done"
+        status = buffer.status()
+        await buffer.close()
+        return [row["step"] for row in recorder.objects], status
+
+    steps, status = asyncio.run(main())
+    assert steps == list(range(back_to + 1, STEPS + 1))
+    rows = status["ledger"]["rows"]
+    assert rows["trained"] == STEPS * GROUPS
+    assert rows["dropped"].get("rewound", 0) == (5 - back_to) * GROUPS
+    assert rows["admitted"] == rows["trained"] + sum(rows["dropped"].values()) + rows["in_flight"]

@@ -214,7 +214,7 @@ def ended(tmp_path: Path) -> Path:
     write_json(ranks / "model.json", {"model": {**shape, "num_hidden_layers": 2}, "files": {}})
     (ranks / "state").write_bytes(b"x" * 100)
     files = {f"trainer/{file.name}": file.stat().st_size for file in ranks.iterdir()}
-    meta = {"format": "tandem-checkpoint", "format_version": 1, "step": 2, "version": 2, "prompt_cursor": 8}
+    meta = {"format": "tandem-checkpoint", "format_version": 2, "step": 2, "version": 2}
     write_json(ranks.parent / "meta.json", {**meta, "files": files})
     (run / "checkpoints/latest").write_text("step-000002\n")
     return tmp_path

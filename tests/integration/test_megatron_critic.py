@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import save
 from tests.rollouts import rollout_columns
 from topology.models import resolve_model
 from trainers.batch import RowShape, StepPlan, plan_step
@@ -163,7 +164,7 @@ def test_a_restored_critic_continues_bit_by_bit(rows, tmp_path):
     with critic("megatron") as made:
         for step in (1, 2):
             made.train_step(plan(rows, step=step), *rows)
-        made.save(str(tmp_path / "two"))
+        save(made, str(tmp_path / "two"))
         made.train_step(plan(rows, step=3), *rows)
         expected = weights(made)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.ranks import save
 from tests.rollouts import rollout_columns
 from topology.models import resolve_model
 from trainers.batch import Part, RowShape, StepPlan, Totals, plan_step
@@ -237,10 +238,10 @@ def test_a_step_without_a_valid_token_takes_no_optimizer_step(kind, rows):
 def test_a_restored_checkpoint_continues_bit_by_bit(dtype, distributed_optimizer, rows, tmp_path):
     settings = {"dtype": dtype, "distributed_optimizer": distributed_optimizer}
     with rank("megatron", **settings) as made:
-        made.save(str(tmp_path / "start"))
+        save(made, str(tmp_path / "start"))
         for step in (1, 2):
             made.train_step(plan(rows, step=step), *rows)
-        made.save(str(tmp_path / "two"))
+        save(made, str(tmp_path / "two"))
         for step in (3, 4):
             made.train_step(plan(rows, step=step), *rows)
         expected = weights(made)
@@ -256,12 +257,12 @@ def test_a_restored_checkpoint_continues_bit_by_bit(dtype, distributed_optimizer
 
 def test_a_checkpoint_that_is_missing_broken_or_of_another_model_is_refused(tmp_path):
     with rank("megatron", "tiny-qwen2") as made:
-        made.save(str(tmp_path / "other"))
+        save(made, str(tmp_path / "other"))
     with rank("megatron") as made:
-        made.save(str(tmp_path / "good"))
+        save(made, str(tmp_path / "good"))
         shutil.copytree(tmp_path / "good", tmp_path / "broken")
-        largest = max((tmp_path / "broken").glob("*.distcp"), key=lambda file: file.stat().st_size)
-        largest.write_bytes(largest.read_bytes()[:100])
+        state = tmp_path / "broken" / "rank-00000.safetensors"
+        state.write_bytes(state.read_bytes()[:-100])
         before = weights(made)
 
         with pytest.raises(
@@ -270,7 +271,7 @@ def test_a_checkpoint_that_is_missing_broken_or_of_another_model_is_refused(tmp_
             made.restore(str(tmp_path / "missing"))
         with pytest.raises(CheckpointError, match="other is of another model: model_type qwen2 there, llama here"):
             made.restore(str(tmp_path / "other"))
-        with pytest.raises(CheckpointError, match=r"broken is incomplete: .*\.distcp has 100 bytes"):
+        with pytest.raises(CheckpointError, match=r"broken is incomplete: rank-00000\.safetensors is cut short"):
             made.restore(str(tmp_path / "broken"))
         after = weights(made)
         made.restore(str(tmp_path / "good"))

@@ -18,7 +18,7 @@ from tests.integration.test_parallel_ranks import (
     rows,
     worst_error,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, save
 from trainers.batch import RowShape, StepPlan, plan_step
 from trainers.config import CriticConfig
 from trainers.learner import RankValues, Rendezvous
@@ -58,10 +58,10 @@ def work(rendezvous: Rendezvous, job: Job) -> tuple[RankValues, Outcome]:
             rank.restore(job.restore)
         results = [rank.train_step(plan(job, step), *rows(job)) for step in job.steps]
         if job.save:
-            rank.save(job.save)
+            save(rank, job.save)
         values = rank.values(plan(job, 9), *rows(job))
         policy = rank.learner.policy
-        return values, Outcome(results, arrays(policy.gradients()), arrays(rank.learner.weights()), b"")
+        return values, Outcome(results, arrays(policy.gradients()), arrays(rank.learner.weights()), [])
     finally:
         rank.close()
 

@@ -6,7 +6,7 @@ the layout of the micro-batches, and a restored checkpoint continues bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ class MegatronLearner(SteppingLearner):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return export_weights(self.policy.bridge, self.policy.model)
 
-    def save(self, folder: Path) -> None:
-        checkpoint.save(folder, self.policy.module, self.policy.optimizer, self._hf_config)
+    def stage(self) -> Callable[[Path], None]:
+        return checkpoint.stage(self.policy.module, self.policy.optimizer, self._hf_config)
 
     def restore(self, folder: Path) -> None:
         checkpoint.restore(folder, self.policy.module, self.policy.optimizer, self._hf_config)

@@ -96,7 +96,7 @@ def read_config(folder: Path) -> Any:
     """The Hugging Face config of a supported model. Raises ValueError naming what is not supported."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"{folder}: model family {config.model_type!r} is not supported by the megatron backend; "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainers.config import MegatronBackend
 from trainers.learner import Rendezvous
+from trainers.state_files import seed_generators
 
 
 def join(rendezvous: Rendezvous, backend: MegatronBackend, seed: int) -> None:
@@ -39,6 +40,7 @@ def join(rendezvous: Rendezvous, backend: MegatronBackend, seed: int) -> None:
         # Experts that are shared out stay whole; else tensor parallelism splits them as it splits every layer.
         expert_tensor_parallel_size=1 if backend.expert_parallel > 1 else backend.tensor_parallel,
     )
+    seed_generators(seed)
     model_parallel_cuda_manual_seed(seed)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.config import BufferConfig
 from buffer.dispatcher import Dispatcher
-from buffer.records import DataFailure, InfraFailure, Lease, Produced, Prompt
+from buffer.records import ColumnsLost, DataFailure, InfraFailure, Lease, Produced, Prompt
 from buffer.table import ExperienceTable
 from tests.fakes import FakeMaker, answer, fail_with, hang, reward_maker, settle
 
@@ -54,8 +54,8 @@ def test_a_maker_gets_as_many_calls_as_it_has_slots_and_the_next_when_one_ends()
         assert [lease.row_id for lease in maker.leases] == [0, 1, 2]
         gate.open.set()
         await settle()
-        assert (harness.table.complete, maker.most_running) == (8, 3)
-        assert harness.table.leases == {}
+        assert (harness.table.live.complete, maker.most_running) == (8, 3)
+        assert harness.table.work.leases == {}
 
     asyncio.run(scenario())
 
@@ -70,7 +70,7 @@ def test_a_stage_gets_the_references_of_the_stages_it_needs():
         harness.dispatcher.attach(FakeMaker())
         await settle()
         assert reward.inputs == [["rollout of row 0"], ["rollout of row 1"]]
-        assert harness.table.complete == 2
+        assert harness.table.live.complete == 2
 
     asyncio.run(scenario())
 
@@ -100,7 +100,7 @@ def test_a_missed_deadline_ends_the_lease_by_name_and_another_maker_gets_the_row
         await asyncio.sleep(0.1)
         assert hung.cancelled == [0]
         assert [lease.row_id for lease in healthy.leases] == [0]
-        assert harness.table.complete == 1
+        assert harness.table.live.complete == 1
         assert harness.table.failures.counts == {"timeout": 1}
         assert harness.dispatcher.status()["makers"]["hung"]["state"] == "paused"
         harness.dispatcher.close()
@@ -160,7 +160,7 @@ def test_a_dead_maker_loses_its_leases_at_once_and_the_rows_are_made_elsewhere()
         harness.dispatcher.died("dead", "killed by signal 9")
         await settle()
         assert [lease.row_id for lease in healthy.leases] == [0, 1, 2, 3]
-        assert (harness.table.complete, harness.table.failures.counts["died"]) == (4, 4)
+        assert (harness.table.live.complete, harness.table.failures.counts["died"]) == (4, 4)
         assert list(harness.dispatcher.status()["makers"]) == ["healthy"]
         harness.dispatcher.attach(FakeMaker(name="dead"))  # a restarted maker may have the same name
 
@@ -177,7 +177,7 @@ def test_a_broken_maker_pauses_and_does_not_burn_the_attempts_of_rows_while_anot
         assert len(broken.leases) == 2
         gate.open.set()
         await settle(200)
-        assert (harness.table.complete, harness.table.failures.cause) == (6, None)
+        assert (harness.table.live.complete, harness.table.failures.cause) == (6, None)
         assert len(busy.leases) == 6
         harness.dispatcher.close()
 
@@ -196,9 +196,9 @@ def test_the_only_maker_tries_again_after_its_pause():
         harness = Harness(rows=1)
         harness.dispatcher.attach(FakeMaker(behave=fails_once))
         await settle()
-        assert harness.table.complete == 0
+        assert harness.table.live.complete == 0
         await asyncio.sleep(0.6)
-        assert harness.table.complete == 1
+        assert harness.table.live.complete == 1
 
     asyncio.run(scenario())
 
@@ -213,7 +213,7 @@ def test_a_row_that_failed_on_a_maker_waits_for_another_even_if_the_first_is_idl
         assert ([lease.row_id for lease in first.leases], harness.table.ready("rollout")) == ([0], 1)
         gate.open.set()
         await settle()
-        assert ([lease.row_id for lease in second.leases], harness.table.complete) == ([1, 0], 2)
+        assert ([lease.row_id for lease in second.leases], harness.table.live.complete) == ([1, 0], 2)
 
     asyncio.run(scenario())
 
@@ -256,7 +256,7 @@ def test_a_data_failure_drops_the_row_and_cancels_the_calls_of_its_other_stages(
         await settle()
         assert teacher.cancelled == [0]
         assert harness.table.ledger.rows.dropped == {"data": 1}
-        assert harness.table.leases == {}
+        assert harness.table.work.leases == {}
 
     asyncio.run(scenario())
 
@@ -272,7 +272,7 @@ def test_detach_with_drain_waits_for_the_calls_and_gives_no_new_ones():
         assert not leaving.done()
         gate.open.set()
         await leaving
-        assert (len(maker.leases), harness.table.complete) == (2, 2)
+        assert (len(maker.leases), harness.table.live.complete) == (2, 2)
         assert harness.dispatcher.status()["makers"] == {}
         with pytest.raises(ValueError, match="no maker maker/rollout/0 is attached; there are: none"):
             await harness.dispatcher.detach(maker.info.name, drain=True)
@@ -313,10 +313,10 @@ def test_an_unrouted_maker_finishes_what_it_has_and_gets_nothing_until_it_is_rou
         gate.open.set()
         await settle()
         assert unrouting.done()
-        assert (len(maker.leases), harness.table.complete, harness.table.leases) == (2, 2, {})
+        assert (len(maker.leases), harness.table.live.complete, harness.table.work.leases) == (2, 2, {})
         harness.dispatcher.route(maker.info.name)
         await settle()
-        assert (len(maker.leases), harness.table.complete) == (4, 4)
+        assert (len(maker.leases), harness.table.live.complete) == (4, 4)
 
     asyncio.run(scenario())
 
@@ -331,8 +331,54 @@ def test_an_unrouted_maker_that_fails_or_dies_is_no_longer_waited_for():
         await settle()
         harness.dispatcher.died(maker.info.name, "killed")
         await asyncio.wait_for(unrouting, 1)
-        with pytest.raises(ValueError, match="no maker .* is attached"):
-            await harness.dispatcher.unroute(maker.info.name)
+
+    asyncio.run(scenario())
+
+
+def test_a_maker_that_is_made_anew_while_it_is_unrouted_gets_nothing_until_it_is_routed():
+    async def scenario() -> None:
+        harness, maker = Harness(rows=1), FakeMaker()
+        await harness.dispatcher.unroute(maker.info.name)
+        harness.dispatcher.attach(maker)
+        await settle()
+        assert (maker.leases, harness.dispatcher.status()["makers"][maker.info.name]["state"]) == ([], "unrouted")
+        harness.dispatcher.route(maker.info.name)
+        await settle()
+        assert harness.table.live.complete == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_input_is_made_again_and_is_no_failure_of_the_maker_that_needed_it():
+    async def scenario() -> None:
+        harness = Harness(rows=1, stages=("rollout", "reward"))
+        lost = ColumnsLost("the node died", ["rollout"])
+        reward = reward_maker(behave=fail_with(lost, lambda row: len(reward.leases) == 1))
+        rollout = FakeMaker()
+        harness.dispatcher.attach(rollout)
+        harness.dispatcher.attach(reward)
+        await settle()
+        assert [lease.seed for lease in rollout.leases] == [rollout.leases[0].seed] * 2
+        assert (harness.table.live.complete, harness.table.failures.counts) == (1, {"infra": 1})
+        assert harness.dispatcher.status()["makers"][reward.info.name]["failures"] == 0
+        assert harness.table.ledger.tokens.dropped == {"lost": 20}
+        harness.table.check()
+
+    asyncio.run(scenario())
+
+
+def test_whoever_else_works_on_columns_that_are_lost_is_called_off():
+    async def scenario() -> None:
+        harness = Harness(rows=1, stages=("rollout", "reward", "teacher"))
+        teacher = FakeMaker("teacher", ("rollout",), behave=hang)
+        for maker in (FakeMaker(), teacher):
+            harness.dispatcher.attach(maker)
+        await settle()
+        assert (teacher.running, teacher.cancelled) == (1, [])
+        harness.dispatcher.lost(harness.table, 0, ["rollout"], "the node died")
+        await settle()
+        assert (teacher.cancelled, len(teacher.leases)) == ([0], 2)
+        harness.dispatcher.close()
 
     asyncio.run(scenario())
 
@@ -343,7 +389,7 @@ def test_calls_that_fail_together_pause_a_maker_once():
         maker = FakeMaker(behave=fail_with(InfraFailure("weights out of reach"), lambda row: len(maker.leases) <= 3))
         harness.dispatcher.attach(maker)
         await asyncio.sleep(0.7)
-        assert (harness.table.complete, harness.table.failures.counts) == (3, {"infra": 3})
+        assert (harness.table.live.complete, harness.table.failures.counts) == (3, {"infra": 3})
 
     asyncio.run(scenario())
 
@@ -375,7 +421,7 @@ def calls_of_python(makers: int, slots: int) -> int:
         sys.setprofile(profile)
         await settle()
         sys.setprofile(None)
-        assert harness.table.complete == 400
+        assert harness.table.live.complete == 400
         return count
 
     return asyncio.run(scenario())

@@ -45,7 +45,7 @@ def test_a_cut_is_plain_json_and_the_restored_table_goes_on_with_the_same_rows_a
     restored, prompts = new_table(max_staleness=1), FakePrompts()
     restore(restored, plain(taken.state), prompts, taken.references)
     assert cut(restored).references == taken.references
-    assert (restored.complete, restored.nbytes, restored.charged) == (2, table.nbytes, table.charged)
+    assert (restored.live.complete, restored.live.nbytes, restored.charged) == (2, table.live.nbytes, table.charged)
     assert restored.ledger == table.ledger
     assert [row.prompt.id for row in restored.rows.values()] == ["p2", "p3", "p4", "p5"]
     assert (restored.next_row, prompts.cursor) == (6, 6)
@@ -60,7 +60,7 @@ def test_a_cut_gives_back_the_rows_that_the_trainer_has():
     taken = cut(table)
     restored = new_table(max_staleness=1)
     restore(restored, plain(taken.state), FakePrompts(), taken.references)
-    assert (restored.complete, restored.sampled) == (2, {})
+    assert (restored.live.complete, restored.live.sampled) == (2, {})
 
 
 def test_after_a_crash_rows_are_made_again_with_the_same_seeds_and_their_tokens_count_as_lost():
@@ -68,7 +68,7 @@ def test_after_a_crash_rows_are_made_again_with_the_same_seeds_and_their_tokens_
     state = plain(snapshot(table))
     restored = new_table(max_staleness=1)
     restore(restored, state, FakePrompts(), None)
-    assert (list(restored.rows), restored.complete, restored.nbytes) == ([2, 3, 4, 5], 0, 0)
+    assert (list(restored.rows), restored.live.complete, restored.live.nbytes) == ([2, 3, 4, 5], 0, 0)
     assert restored.ledger.rows.in_flight == 4
     assert restored.ledger.tokens.dropped == {"lost": 3 * 30}
     assert restored.failures.counts["infra"] == 3
@@ -85,7 +85,7 @@ def test_rows_that_the_trainer_had_at_a_crash_can_still_be_trained():
     rows = [row.row_id for row in table.select(2) or []]
     restored = new_table(max_staleness=1)
     restore(restored, plain(snapshot(table)), FakePrompts(), None)
-    assert list(restored.sampled) == rows
+    assert list(restored.live.sampled) == rows
     restored.trained(rows, 2)
     restored.published(2, 2)
     assert (restored.ledger.rows.trained, restored.ledger.tokens.trained) == (4, 120)
@@ -97,7 +97,7 @@ def test_rows_that_the_trainer_had_at_a_crash_and_has_no_more_are_made_again():
     restored = new_table(max_staleness=1)
     restore(restored, plain(snapshot(table)), FakePrompts(), None)
     restored.give_back()
-    assert (list(restored.unsampled), restored.complete, restored.sampled) == ([2, 3, 4, 5], 0, {})
+    assert (list(restored.live.unsampled), restored.live.complete, restored.live.sampled) == ([2, 3, 4, 5], 0, {})
     assert lease_of(restored, "r0").row_id == 2
     assert restored.ledger.tokens.dropped == {"lost": 3 * 30}
     restored.check()
@@ -198,6 +198,21 @@ def test_a_loop_whose_buffer_crashes_after_every_word_trains_each_row_once():
         assert trained == list(range(10))
         ledger = buffer.status()["ledger"]
         assert (ledger["rows"]["trained"], ledger["tokens"]["trained"]) == (10, 400)
+
+    asyncio.run(scenario())
+
+
+def test_makers_that_were_unrouted_at_a_crash_are_unrouted_after_it():
+    async def scenario() -> None:
+        saved: list[Any] = []
+        buffer = new_buffer(saved)
+        buffer.published(0, 0)
+        await buffer.unroute(["maker/rollout/0"])
+        buffer = await crash(saved)
+        assert buffer.status()["makers"]["maker/rollout/0"]["state"] == "unrouted"
+        buffer.route(["maker/rollout/0"])
+        assert saved[-1]["unrouted"] == []
+        assert len(await buffer.sample(2, timeout=5)) == 2
 
     asyncio.run(scenario())
 

@@ -233,12 +233,12 @@ def test_admission_stalls_while_the_bytes_exceed_the_bound():
     assert len(fill(table)) == 6
     complete_all(table)  # 310 bytes a row
     train(table, 1)
-    assert (table.nbytes, fill(table)) == (4 * 310, [6, 7])
+    assert (table.live.nbytes, fill(table)) == (4 * 310, [6, 7])
     complete_all(table)
-    assert (table.nbytes, table.stalled_by()) == (6 * 310, "staleness")
+    assert (table.live.nbytes, table.stalled_by()) == (6 * 310, "staleness")
     train(table, 2, publish=False)
     table.published(2, 2)
-    assert (table.nbytes, len(fill(table))) == (4 * 310, 2)
+    assert (table.live.nbytes, len(fill(table))) == (4 * 310, 2)
     complete_all(table)
     table.dropped([row.row_id for row in table.select(1) or []], "filtered")
     assert table.stalled_by() == "bytes"

@@ -30,7 +30,7 @@ def test_window_takes_rows_up_to_so_many_ids_beyond_the_oldest():
     complete_all(table)
     assert [row.row_id for row in table.select(2) or []] == [1, 2]
     assert table.select(2) is None
-    assert table.complete == 3
+    assert table.live.complete == 3
     table.commit(slow.id, answer(slow), "tokens")
 
 
@@ -48,7 +48,7 @@ def test_ready_drops_rows_that_grew_too_old_as_stale():
     rows = table.select(2)
     assert [(row.row_id, row.age) for row in rows or []] == [(5, 1), (6, 0)]
     assert table.ledger.rows.dropped == {"stale": 1}
-    assert (0 in table.rows, table.complete, len(table.unsampled)) == (False, 1, 1)
+    assert (0 in table.rows, table.live.complete, len(table.live.unsampled)) == (False, 1, 1)
 
 
 def test_the_trainer_is_told_about_wrong_rows_steps_and_versions():

@@ -17,7 +17,7 @@ def save(folder: Path, step: int, keep: int = 3, writer: Writer | None = None) -
         (target / "trainer").mkdir()
         (target / "trainer" / "model.bin").write_text(f"weights of step {step}")
 
-    meta = {"step": step, "version": step // 2, "prompt_cursor": step * 8}
+    meta = {"step": step, "version": step // 2}
     return asyncio.run(Checkpointer(folder, keep).save(meta, [writer or fill]))
 
 
@@ -34,7 +34,7 @@ def test_saved_checkpoint_is_found_with_its_numbers(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 10)
     found = find_latest(tmp_path / "checkpoints")
     assert found.path == tmp_path / "checkpoints" / "step-000010"
-    assert (found.step, found.version, found.prompt_cursor) == (10, 5, 80)
+    assert (found.step, found.version) == (10, 5)
     assert found.meta["files"] == {"trainer/model.bin": 18}
     assert find_latest(tmp_path) == found  # the run folder will do
 
@@ -73,14 +73,15 @@ def test_disk_that_is_full_when_the_pointer_is_written_leaves_the_previous_check
 
 
 def test_cancelled_checkpoint_leaves_no_partial_one(tmp_path: Path) -> None:
+    writing = asyncio.Event()
+
     async def forever(target: Path) -> None:
+        writing.set()
         await asyncio.Event().wait()
 
     async def main() -> None:
-        saving = asyncio.create_task(
-            Checkpointer(tmp_path, 1).save({"step": 1, "version": 1, "prompt_cursor": 0}, [forever])
-        )
-        await asyncio.sleep(0)
+        saving = asyncio.create_task(Checkpointer(tmp_path, 1).save({"step": 1, "version": 1}, [forever]))
+        await writing.wait()
         assert names(tmp_path) == [".partial-step-000001"]
         saving.cancel()
         await asyncio.wait([saving])
@@ -90,10 +91,12 @@ def test_cancelled_checkpoint_leaves_no_partial_one(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_rest_of_a_killed_save_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / ".partial-step-000010").mkdir()
-    (tmp_path / ".partial-step-000010" / "old.bin").write_text("old")
+def test_rest_of_a_killed_save_goes_away(tmp_path: Path) -> None:
+    for step in (10, 11):
+        (tmp_path / f".partial-step-0000{step}").mkdir()
+        (tmp_path / f".partial-step-0000{step}" / "old.bin").write_text("old")
     assert list(save(tmp_path, 10).meta["files"]) == ["trainer/model.bin"]
+    assert names(tmp_path) == ["latest", "step-000010"]
 
 
 def test_step_that_latest_already_names_is_not_written_again(tmp_path: Path) -> None:
@@ -122,10 +125,16 @@ def test_broken_file_is_named_with_its_size_and_what_else_can_be_used(tmp_path: 
         ("{not json", "is broken: "),
         ("[]", "expected an object, found list"),
         ('{"format": "safetensors"}', "is not a Tandem checkpoint: meta.json has format 'safetensors'"),
-        (json.dumps({"format": "tandem-checkpoint", "format_version": 9}), "format version 9, this Tandem reads 1"),
+        (json.dumps({"format": "tandem-checkpoint", "format_version": 9}), "format version 9, this Tandem reads 2"),
         (
-            json.dumps({"format": "tandem-checkpoint", "format_version": 1, "step": "10"}),
+            json.dumps({"format": "tandem-checkpoint", "format_version": 2, "step": "10"}),
             "step is '10', expected a number >= 0",
+        ),
+        (
+            json.dumps(
+                {"format": "tandem-checkpoint", "format_version": 2, "step": 1, "version": 1, "files": {"../x": 1}}
+            ),
+            "its file '../x' is outside of the checkpoint",
         ),
         (None, "is not a Tandem checkpoint: it has no meta.json"),
     ],
@@ -139,7 +148,7 @@ def test_foreign_or_broken_meta_is_refused_with_the_reason(tmp_path: Path, meta:
         find_latest(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "step-000099", ""])
+@pytest.mark.parametrize("name", ["../elsewhere", "..", ".", "/tmp", "step-000099", ""])
 def test_pointer_to_nothing_or_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     save(tmp_path, 10)
     (tmp_path / "latest").write_text(name)

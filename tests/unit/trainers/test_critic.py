@@ -114,7 +114,10 @@ class FakeCritic:
         self.training.set()
         return step_result(rows.step, loss=0.125, skipped=self.skipped)
 
-    async def save(self, folder: str) -> None:
+    async def stage(self) -> None:
+        self.log.append(("stage critic",))
+
+    async def write(self, folder: str) -> None:
         if self.saves:
             write_head(Path(folder))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from buffer.records import ColumnsLost
 from trainers.dispatch import function
 from trainers.rank_group import LocalWorker, RankError, RankGroup
 
@@ -143,6 +144,20 @@ def test_calls_of_one_local_worker_share_one_thread() -> None:
         return [await ranks.call("thread", execute="first") for _ in range(3)]
 
     assert len(set(asyncio.run(main()))) == 1
+
+
+@pytest.mark.parametrize(
+    ("lost", "raised"), [([0, 1], ColumnsLost), ([0], RankError), ([1], RankError)], ids=["all", "first", "second"]
+)
+def test_only_a_call_that_no_rank_could_begin_is_told_apart_from_a_failure(lost: list[int], raised: type) -> None:
+    class Lossy(Rank):
+        def begin(self) -> None:
+            if self.number in lost:
+                raise ColumnsLost("the node died")
+
+    ranks = RankGroup([LocalWorker(Lossy(number)) for number in range(2)], timeout=5.0)
+    with pytest.raises(raised, match="the node died"):
+        asyncio.run(ranks.call("begin"))
 
 
 def test_empty_group_is_refused() -> None:

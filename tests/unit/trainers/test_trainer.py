@@ -3,16 +3,17 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from buffer.records import Prompt
+from buffer.files import read_cut
+from buffer.records import ColumnsLost, Prompt
 from tests.fakes_trainer import FakeClock, FakeRank, FakeRecorder, FakeRows, FakeWeights, make_row
-from trainers.checkpoints import Checkpointer, CheckpointError, find_latest
+from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError, find_latest
 from trainers.config import Grpo, Optimizer, TorchBackend, TrainerConfig
 from trainers.guards import MismatchExceeded, SkippedTooOften, StalenessExceeded
 from trainers.metrics import MetricsBuilder
@@ -59,6 +60,7 @@ class Bench:
     max_age: int = 1
     evaluation: Evaluation | None = None
     start_step: int = 0
+    start_version: int | None = None
     batch_deadline: float = 5.0
     ends: bool = False
     critic: Any = None
@@ -93,6 +95,7 @@ class Bench:
             evaluation=self.evaluation,
             turns=cast(Turns, FakeTurns(self.log)) if self.shared else None,
             start_step=self.start_step,
+            start_version=self.start_version,
             clock=self.clock,
         )
 
@@ -118,20 +121,66 @@ def test_start_version_is_published_before_rows_are_sampled_and_each_step_goes_s
     assert bench.run() == "done"
     assert bench.log == [
         ("publish", 0),
-        ("published", 0),
+        ("published", 0, 0),
         ("sample", 2),
         ("train_step", 1, 0, 2),
         ("trained", (0, 1), 1),
         ("publish", 1),
-        ("published", 1),
+        ("published", 1, 1),
         ("sample", 2),
         ("train_step", 2, 1, 2),
         ("trained", (2, 3), 2),
         ("publish", 2),
-        ("published", 2),
+        ("published", 2, 2),
     ]
     assert [row["step"] for row in bench.recorder.objects] == [1, 2]
     assert bench.recorder.closed
+
+
+def test_rows_whose_columns_are_lost_are_told_and_other_rows_asked_for(tmp_path: Path) -> None:
+    rows = [make_row(0), make_row(1)]
+    lost = {"rollout": ColumnsLost("the node died"), "reward": rows[1].columns["reward"]}
+    bench = Bench(tmp_path, batches=[[rows[0], replace(rows[1], columns=lost)], fresh(0, 1), fresh(2, 3)])
+    assert bench.run() == "done"
+    assert bench.calls("sample", "lost", "trained") == [
+        ("sample", 2),
+        ("lost", 1, ("rollout",)),
+        ("sample", 2),
+        ("trained", (0, 1), 1),
+        ("sample", 2),
+        ("trained", (2, 3), 2),
+    ]
+    assert bench.recorder.of_kind("columns_lost") == [{"step": 1, "row_ids": [1], "cause": "the node died"}]
+
+
+def test_ranks_that_could_not_be_brought_the_columns_get_those_that_the_trainer_has(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    class Lossy(FakeRank):
+        def train_step(self, plan: Any, *rollouts: Any) -> Any:
+            given.append(rollouts)
+            if len(given) == 1:
+                raise ColumnsLost("the buffer died")
+            return super().train_step(plan, *rollouts)
+
+    bench = Bench(tmp_path, batches=[fresh(0, 1), fresh(2, 3)])
+    bench.rank = Lossy(bench.log)
+    assert bench.run() == "done"
+    assert [call[1] for call in bench.calls("train_step")] == [1, 2]
+    assert [rollout["prompt_ids"].tolist() for rollout in given[1]] == [[1, 2], [1, 2]]
+
+
+def test_the_start_version_of_a_trainer_that_begins_again_is_the_one_it_is_told(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path, config=config(steps=4), every=2, start_step=2, start_version=7, batches=[fresh(0, 1), fresh(2, 3)]
+    )
+    assert bench.run() == "done"
+    assert bench.calls("published", "trained") == [
+        ("published", 7, 2),
+        ("trained", (0, 1), 3),
+        ("trained", (2, 3), 4),
+        ("published", 8, 4),
+    ]
 
 
 def test_versions_are_published_every_k_steps_and_only_then_the_ranks_compare_with_makers(tmp_path: Path) -> None:
@@ -248,13 +297,120 @@ def test_checkpoints_come_every_n_steps_and_at_the_end_with_what_a_resume_needs(
     bench.run()
     assert [e["step"] for e in bench.recorder.of_kind("checkpoint")] == [2, 3]
     latest = find_latest(tmp_path)
-    assert (latest.step, latest.version, latest.prompt_cursor) == (3, 3, 17)
+    assert (latest.step, latest.version) == (3, 3)
     assert (latest.path / "trainer" / "model.bin").read_bytes() == b"weights"
+    state, columns = read_cut(latest.path / "buffer")
+    assert state["filled"][0]["id"] == 7
+    np.testing.assert_equal(columns, [{"rewards": np.array([0.5], np.float32)}])
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+    batches = [fresh(2 * i, 2 * i + 1) for i in range(3)]
+    bench = Bench(tmp_path, config=config(steps=3), batches=batches, checkpoint_every=1)
+    bench.rank.released.clear()
+
+    async def main() -> str:
+        trainer = bench.build()
+        running = asyncio.create_task(trainer.run())
+        while len(bench.calls("train_step")) < 2 or trainer.status()["phase"] != "checkpoint":  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert trainer.status()["phase"] == "checkpoint"
+        assert len(bench.calls("cut")) == len(bench.calls("stage")) == 1
+        bench.rank.released.set()
+        return await running
+
+    assert asyncio.run(main()) == "done"
+    assert [e["step"] for e in bench.recorder.of_kind("checkpoint")] == [1, 2]
+    first, *_ = written = [bench.log.index(call) for call in bench.calls("written")]
+    assert len(written) == 2
+    assert bench.log.index(("train_step", 2, 1, 2)) < first < len(bench.log) - bench.log[::-1].index(("stage",))
+
+
+def test_a_checkpoint_that_is_asked_for_is_taken_at_once_while_rows_are_waited_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, config=config(steps=9), batches=[fresh(0, 1)])
+
+    async def main() -> tuple[Checkpoint, str]:
+        trainer = bench.build()
+        running = asyncio.create_task(trainer.run())
+        await bench.rows.waiting.wait()
+        first, second = await asyncio.gather(trainer.checkpoint(), trainer.checkpoint())
+        assert first == second
+        assert trainer.status()["phase"] == "wait_for_batch"
+        await trainer.stop()
+        return first, await running
+
+    checkpoint, outcome = asyncio.run(main())
+    assert outcome == "stopped"
+    assert checkpoint == find_latest(tmp_path)
+    assert checkpoint.step == 1
+    assert len(bench.calls("stage")) == 1
+    assert len(bench.calls("sample")) == 2  # rows that come meanwhile are not lost
+
+
+def test_a_checkpoint_that_is_asked_for_during_a_step_is_taken_at_its_end(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, batches=[fresh(0, 1), fresh(2, 3)])
+    asked: list[asyncio.Task[Checkpoint]] = []
+
+    async def main() -> str:
+        trainer = bench.build()
+
+        def first_batch(version: int) -> list[Any]:
+            asked.append(asyncio.create_task(trainer.checkpoint()))
+            return [make_row(0, version=version), make_row(1, version=version)]
+
+        bench.rows.batches[0] = first_batch
+        outcome = await trainer.run()
+        assert asked[0].result().step == 1
+        return outcome
+
+    assert asyncio.run(main()) == "done"
+    assert [call[0] for call in bench.calls("publish", "cut", "train_step")] == [
+        *["publish", "train_step", "publish", "cut", "train_step", "publish"]
+    ]
+
+
+def test_a_checkpoint_that_is_asked_for_and_fails_costs_the_run_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, config=config(steps=9), batches=[fresh(0, 1)])
+    bench.rank.write_error = OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> str:
+        trainer = bench.build()
+        running = asyncio.create_task(trainer.run())
+        await bench.rows.waiting.wait()
+        with pytest.raises(CheckpointError, match="step-000001 was not written .*No space left"):
+            await trainer.checkpoint()
+        await trainer.stop()
+        return await running
+
+    assert asyncio.run(main()) == "stopped"
+
+
+def test_a_checkpoint_of_a_run_that_has_not_begun_or_has_ended_is_refused_with_the_reason(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, config=config(steps=9), batches=[], ends=False)
+
+    async def main() -> None:
+        trainer = bench.build()
+        with pytest.raises(CheckpointError, match=r"the trainer does not train \(starting\)"):
+            await trainer.checkpoint()
+        running = asyncio.create_task(trainer.run())
+        await bench.rows.waiting.wait()
+        asked = asyncio.create_task(trainer.checkpoint())
+        await asyncio.sleep(0)
+        await trainer.stop()
+        with pytest.raises(CheckpointError, match="the run ended before"):
+            await asked
+        with pytest.raises(CheckpointError, match=r"the trainer does not train \(stopped\)"):
+            await trainer.checkpoint()
+        await running
+
+    asyncio.run(main())
+    assert not bench.calls("stage")
 
 
 def test_full_disk_during_the_run_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
     bench = Bench(tmp_path, batches=[fresh(0, 1), fresh(2, 3)], checkpoint_every=1)
-    bench.rank.save_error = OSError(errno.ENOSPC, "No space left on device")
+    bench.rank.write_error = OSError(errno.ENOSPC, "No space left on device")
     assert bench.run() == "done"
     assert "No space left on device" in bench.recorder.of_kind("checkpoint_failed")[0]["cause"]
     assert list(tmp_path.iterdir()) == []
@@ -262,7 +418,7 @@ def test_full_disk_during_the_run_is_an_event_and_the_run_goes_on(tmp_path: Path
 
 def test_full_disk_at_the_last_checkpoint_is_a_failure_of_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path, batches=[fresh(0, 1), fresh(2, 3)], checkpoint_at_end=True)
-    bench.rank.save_error = OSError(errno.ENOSPC, "No space left on device")
+    bench.rank.write_error = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(CheckpointError, match="step-000002 was not written .*No space left on device"):
         bench.run()
 
@@ -278,7 +434,7 @@ def test_resume_goes_on_with_the_next_step_and_publishes_its_weights_first(tmp_p
         evaluation=evaluation,
     )
     assert bench.run() == "done"
-    assert bench.log[:2] == [("publish", 1), ("published", 1)]
+    assert bench.log[:2] == [("publish", 1), ("published", 1, 3)]
     assert bench.calls("train_step") == [("train_step", 4, 1, 2), ("train_step", 5, 2, 2)]
     assert [call[1] for call in bench.calls("publish")] == [1, 2]
     assert not bench.calls("evaluate")  # the start was evaluated in the run's first life
@@ -383,11 +539,11 @@ def test_ranks_have_shared_devices_from_the_step_to_the_publication_and_makers_w
         "trained",
         "publish",
         "published",
-        "save",
+        *["cut", "stage"],
         ("hand_to", "makers"),
     ]
     assert bench.run() == "done"
-    assert [call[0] if call[0] != "hand_to" else call for call in bench.log] == [
+    assert [call[0] if call[0] != "hand_to" else call for call in bench.log if call[0] != "written"] == [
         *["publish", "published"],  # before any maker is there
         *(2 * step),
         "evaluate",
