@@ -31,7 +31,7 @@ from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER
 from trainers.memory import KEEP_FREED_MEMORY
 
 CLOSE = 3.0  # seconds a maker has to close
-NAME_FREE = 10.0  # seconds until the name of an actor that was killed can be given again
+NAME_FREE = 60.0  # seconds until the name of an actor that was killed can be given again
 CLASSES: dict[str, type[Shell]] = {
     "buffer": BufferActor,
     "weights": WeightsActor,
@@ -148,9 +148,11 @@ class Crew:
             try:
                 self.make(member)
                 return
-            except ValueError:  # the name is still taken
+            except ValueError as error:  # the name is still taken
                 if asyncio.get_running_loop().time() > deadline:
-                    raise
+                    raise RunFailed(
+                        f"{member.name}: the one before is not gone after {NAME_FREE:g} s: {error}"
+                    ) from None
                 await asyncio.sleep(0.1)
 
     def _create(self, planned: PlannedActor) -> Any:

@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING
 import ray
 
 from topology.capacity import PlannedActor
+from topology.changes import group_of
 from topology.config import load_config
 from topology.crew import Origin, RunFailed
+from topology.handles import ActorLost, call
+from topology.lifecycle import NotAllowed
 from topology.members import Member
 from topology.roles import stage_of, stages_of
 from topology.runs import read_json
@@ -94,6 +97,11 @@ class Recovery:
         try:
             await self._crew.make_anew([member])
             await start(member)  # type: ignore[misc]
+        except NotAllowed:
+            if self._crew.members.get(member.name) is member and member.state != "draining":
+                raise
+            self._crew.end(member)  # it was detached meanwhile
+            return
         except RunFailed as error:
             if member.life.alive and member.state != "draining":  # else its death is handled already
                 self._run.event("death", actor=member.name, cause=str(error))
@@ -116,16 +124,24 @@ class Recovery:
 
     async def _weights_again(self, weights: Member) -> None:
         """Where training is lost too, its restart connects the store and publishes into it."""
-        if not self._training_is_down:
+        if not self.training_is_down:
             await self._crew.connect_weights()
-            await self._crew.ask(self._crew.trainer, "refill")
+            with suppress(RunFailed):  # the trainer dies too: what comes in its place publishes
+                await self._crew.ask(self._crew.trainer, "refill")
 
     async def there(self, member: Member) -> None:
         """Until others may rely on it. Raises RunFailed after limits.start seconds."""
+        await self._until(member, lambda: member.life.useful)
+
+    async def _made(self, member: Member) -> None:
+        """Until it has a process. Raises RunFailed after limits.start seconds."""
+        await self._until(member, lambda: member.life.alive)
+
+    async def _until(self, member: Member, back: Callable[[], bool]) -> None:
         limit = self._run.config.limits.start
         try:
             async with asyncio.timeout(limit):
-                while not member.life.useful:  # noqa: ASYNC110  (it has many ways to come back)
+                while not back():  # it has many ways to come back
                     await asyncio.sleep(LOOK)
         except TimeoutError:
             raise RunFailed(f"{member.name}: not back within limits.start = {limit:g} s") from None
@@ -133,7 +149,7 @@ class Recovery:
     # --- training -----------------------------------------------------------------------------------------------------
 
     @property
-    def _training_is_down(self) -> bool:
+    def training_is_down(self) -> bool:
         return self._restarting_training or self._lost_training.is_set()
 
     def _note_lost_training(self, member: Member, cause: str, pause: float | None) -> None:
@@ -177,7 +193,7 @@ class Recovery:
             for maker in (member for member in crew.training() if member.kind == "maker"):
                 await crew.ask(crew.buffer, "maker_died", maker.name, cause)
             await crew.make_anew(crew.training())
-            await self.there(crew.weights) if crew.weights.state == "dead" else None
+            await self._made(crew.weights)
             self._run.origin = await self._origin()
             await crew.start_training(self._run.origin)
             await self.there(crew.buffer)
@@ -208,7 +224,7 @@ class Recovery:
 
     def waits_for(self) -> str | None:
         """What the run cannot go on without and is not there now."""
-        if self._training_is_down:
+        if self.training_is_down:
             return f"training is made anew: {self._lost_cause}"
         for name in ("buffer", "weights"):
             service = self._crew.members.get(name)
@@ -243,11 +259,13 @@ class Recovery:
         crew.config = load_config(run.folder.config)
         names = set(crew.names_there())
         planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
-        added = [planned_maker(crew.config, name) for name in sorted(names - planned.keys())]
+        known = [name for name in sorted(names - planned.keys()) if group_of(name) in crew.config.makers]
+        added = [planned_maker(crew.config, name) for name in known]  # others were just being attached
         run.placement.adopt([*run.plan.groups, *map(own_bundle, added)])
         for actor in (*planned.values(), *added):
             if actor.name in names or not self._was_detached(actor, status):
                 await self._adopt(crew.enlist(actor), actor.name in names)
+        crew.end_strangers()
         run.event("adopted", actors=len(crew.members))
         for maker in crew.kind("maker"):
             if maker.life.useful:
@@ -266,10 +284,14 @@ class Recovery:
             self.lost(member, f"{member.name}: gone when the supervisor came back")
             return
         self._run.watch.over(member)
+        limit = self._run.config.limits.ping
         try:
-            place = await self._crew.ask(member, "ping")
-        except RunFailed:
+            place = await call(member.handle.ping.remote(), limit, member.name)
+        except ActorLost:
             return  # its death is told by the watch
+        except TimeoutError:
+            self.lost(member, f"{member.name}: hung, no answer for limits.ping = {limit:g} s")
+            return
         member.place = place
         if place["started"]:
             member.life.joined()

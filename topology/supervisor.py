@@ -145,6 +145,8 @@ class Supervisor(Shell):
     async def _train(self) -> str | None:
         """Until the trainer has ended; the reason if it has done fewer steps than asked."""
         self.watch_buffer()
+        if self.recovery.training_is_down:  # since before this supervisor
+            await self.recovery.restart_training()
         while True:
             trainer = self.crew.trainer
             self.training = asyncio.ensure_future(_answer(trainer.handle.run.remote()))  # waits in there have deadlines
@@ -232,7 +234,8 @@ class Supervisor(Shell):
         self.problems.put_nowait(RunFailed(cause))
 
     def watch_buffer(self) -> None:
-        self.spawn(self._fatal(self.crew.buffer.handle), "fatal")
+        if self.crew.buffer.handle is not None:  # else it is made anew
+            self.spawn(self._fatal(self.crew.buffer.handle), "fatal")
 
     async def _fatal(self, buffer: Any) -> None:
         try:

@@ -156,6 +156,8 @@ class Player:
         while self.seen.now["phase"] != fault.phase and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(fault.delay)
+        if fault.deed not in ("kill", "stop"):  # a command needs a supervisor that answers
+            self._wait(lambda: self._ended or self._answers(), "a supervisor that answers")
         if self._ended:
             return
         if fault.deed in ("kill", "stop"):
@@ -212,6 +214,9 @@ class Player:
         """Whether a command may be refused: the run has come to its last step."""
         time.sleep(2.0)
         return self._ended or self.seen.now["step"] >= self.seen.now["steps"]
+
+    def _answers(self) -> bool:
+        return self.seen.now["state"] in ("running", "waiting") and time.time() - self.seen.now["time"] < 3
 
     def _names(self, fault: Fault) -> set[str]:
         return {row["name"] for row in self.seen.now["actors"] if row["name"].startswith(f"{fault.victim}/")}
