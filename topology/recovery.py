@@ -141,7 +141,7 @@ class Recovery:
         limit = self._run.config.limits.start
         try:
             async with asyncio.timeout(limit):
-                while not back():  # it has many ways to come back
+                while not back():  # noqa: ASYNC110  (it has many ways to come back)
                     await asyncio.sleep(LOOK)
         except TimeoutError:
             raise RunFailed(f"{member.name}: not back within limits.start = {limit:g} s") from None

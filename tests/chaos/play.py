@@ -20,7 +20,7 @@ import psutil
 from tests.chaos.checks import broken
 from tests.chaos.observer import Observer
 from tests.chaos.scenario import Fault, Scenario
-from tests.command_line import TANDEM, TINY, lines, processes_of, wait_for
+from tests.command_line import TANDEM, TINY, function, lines, processes_of, wait_for
 from tests.job_cluster import node
 from topology.joining import connected
 from topology.names import namespace_of
@@ -29,13 +29,22 @@ from topology.runs import ENDED
 PATIENCE = 300.0  # seconds without what is waited for
 PHASE = 3.0  # seconds that a phase is waited for; a run that recovers has none
 GONE = 30.0  # seconds after the end of a run until nothing of it may be left
-STEPS_A_FAULT = 14  # of the run: so many that the faults fall into it
+STEPS_A_FAULT = 25  # of the run: so many that the faults fall into it
+REWARDS = """
+import time
+
+def slow(completions, **_):
+    # A tiny model trains many steps while a process starts: this bounds how many.
+    time.sleep(0.1)
+    return [float(len(set(text)) % 3) for text in completions]
+"""
 PING = 8.0
 SETTINGS = (
     "makers.rollout.replicas=2",
     "makers.rollout.sampling.max_tokens=24",
     "checkpoint.every=3",
     "buffer.max_attempts=50",
+    function("rewards_of_chaos:slow"),
     "limits.restarts=50",
     "limits.start=280",
     f"limits.ping={PING:g}",
@@ -150,6 +159,8 @@ class Player:
     def _do(self, fault: Fault) -> None:
         if fault.calm:
             self._wait(lambda: self._ended or self._calm(), "a run that has got over it")
+        if self._ended:
+            return
         step = self.seen.now["step"]
         self._wait(lambda: self._ended or self.seen.now["step"] >= step + fault.steps, f"{fault.steps} steps more")
         deadline = time.monotonic() + PHASE
@@ -279,6 +290,7 @@ class Player:
     # --- doing and waiting --------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        (self.folder / "rewards_of_chaos.py").write_text(REWARDS)
         steps = STEPS_A_FAULT * len(self.scenario.faults)
         settings = [*SETTINGS, f"trainers.policy.steps={steps}"]
         settings.append(f"trainers.policy.backend.data_parallel={self.scenario.ranks}")
