@@ -19,7 +19,7 @@ def table_status(table: ExperienceTable) -> dict[str, Any]:
         "published": table.versions.published,
         "step": table.versions.step,
         "rows": {
-            **{f"{stage}/waiting": len(queue) for stage, queue in table.waiting.items()},
+            **{f"{stage}/waiting": len(queue) for stage, queue in table.work.waiting.items()},
             **{f"{stage}/leased": sum(stage in row.leases for row in table.rows.values()) for stage in table.stages},
             "complete": table.live.complete,
             "sampled": len(table.live.sampled),
@@ -56,9 +56,9 @@ def _wait_of(table: ExperienceTable, row: Row, now: float) -> str:
     for stage in table.stages:
         attempts = f" after {row.attempts[stage]} failed" if stage in row.attempts else ""
         if stage in row.leases:
-            held = table.leases[row.leases[stage]]
+            held = table.work.leases[row.leases[stage]]
             waits.append(f"{stage}{attempts} (on {held.lease.maker} for {now - held.since:.1f} s)")
-        elif row.id in table.waiting[stage]:
+        elif row.id in table.work.waiting[stage]:
             makers = sum(info.stage == stage for info in table.roster.makers.values())
             waits.append(f"{stage}{attempts} (a free slot on one of {makers} makers)")
         elif stage not in table.roster.needs:

@@ -14,7 +14,7 @@ dropped (with a reason). Invariants, asserted by the property tests:
    above the staleness bound.
 
 An event costs O(log rows), whatever the number of makers. A mistake of the caller raises ValueError (an ended lease or an
-unknown maker: KeyError); what ends the run is put into `failure`, in words.
+unknown maker: KeyError); what ends the run is put into `failures.cause`, in words.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from buffer.config import BufferConfig
@@ -31,17 +30,12 @@ from buffer.ledger import Ledger
 from buffer.live import LiveRows
 from buffer.records import Lease, MakerInfo, Produced, Prompt, SampledRow
 from buffer.roster import Roster
-from buffer.rows import Row, StageQueue, check_produced, derive_seed
+from buffer.rows import Row, check_produced, derive_seed
 from buffer.selection import choose, worst_case_age
 from buffer.versions import StepLog, Versions
+from buffer.work import OpenWork
 
-__all__ = ["ExperienceTable", "FailureKind", "OpenLease", "worst_case_age"]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLease:
-    lease: Lease
-    since: float  # clock seconds
+__all__ = ["ExperienceTable", "FailureKind", "worst_case_age"]
 
 
 class ExperienceTable:
@@ -84,9 +78,8 @@ class ExperienceTable:
         self.ledger = Ledger()
         self.live = LiveRows()
         self.rows = self.live.by_id
-        self.leases: dict[int, OpenLease] = {}
         self.roster = Roster(stages)
-        self.waiting = {stage: StageQueue() for stage in stages}
+        self.work = OpenWork(stages, self.rows, self.roster)
         self.failures = Failures(config)
         self.clock = clock
         self.next_row = first_row
@@ -95,7 +88,6 @@ class ExperienceTable:
         self.rewound = False  # and nothing published since
         self.rewound_before = first_row  # rows below were admitted before the first version after a rewind
         self._seed = seed
-        self._leases_of: dict[str, set[int]] = {}
 
     # Makers
 
@@ -103,7 +95,7 @@ class ExperienceTable:
         """Raises ValueError for a maker whose name, stage or needs do not fit."""
         first = info.stage not in self.roster.needs
         self.roster.add(info)
-        self._leases_of[info.name] = set()
+        self.work.add_maker(info.name)
         if first:
             for row in self.live.unsampled.values():
                 self._enqueue(row)
@@ -111,8 +103,7 @@ class ExperienceTable:
     def detach(self, name: str, death: str | None = None) -> list[Lease]:
         """Forgets the maker and revokes its leases. With a cause of death each of its rows has failed an attempt."""
         self.roster.remove(name)
-        revoked = [self._end(lease_id) for lease_id in sorted(self._leases_of[name])]
-        del self._leases_of[name]
+        revoked = self.work.remove_maker(name)
         for lease in revoked:
             row = self.rows[lease.row_id]
             if death is not None:
@@ -182,29 +173,26 @@ class ExperienceTable:
 
     def ready(self, stage: str) -> int:
         """Rows that wait for a lease of the stage; none once the run has failed."""
-        return 0 if self.failures.cause is not None else len(self.waiting[stage])
+        return 0 if self.failures.cause is not None else len(self.work.waiting[stage])
 
     def lease(self, maker: str) -> Lease | None:
         """The oldest row that waits for the maker's stage; None if there is none for this maker."""
-        stage = self.roster.makers[maker].stage
-        row_id = self.waiting[stage].pop(lambda waiting: self._may_retry(self.rows[waiting], stage, maker))
-        if row_id is None:
+        found = self.work.next_for(maker)
+        if found is None:
             return None
-        row = self.rows[row_id]
+        row, stage = found
         lease = Lease(
             id=next(self.lease_ids),
-            row_id=row_id,
+            row_id=row.id,
             stage=stage,
             maker=maker,
             prompt=row.prompt,
             min_version=row.min_version,
-            seed=derive_seed(self._seed, row_id, row.attempts.get(stage, 0)),
+            seed=derive_seed(self._seed, row.id, row.attempts.get(stage, 0)),
             samples=self.samples,
             timeout=self.config.lease_timeout,
         )
-        row.leases[stage] = lease.id
-        self.leases[lease.id] = OpenLease(lease, self.clock())
-        self._leases_of[maker].add(lease.id)
+        self.work.open(lease, self.clock())
         return lease
 
     def inputs(self, lease: Lease) -> list[Any]:
@@ -214,9 +202,9 @@ class ExperienceTable:
 
     def commit(self, lease_id: int, produced: Produced, columns: Any) -> None:
         """Fills the stage. An answer that cannot be true raises ValueError and leaves the lease open."""
-        lease = self.leases[lease_id].lease
+        lease = self.work.leases[lease_id].lease
         check_produced(produced, lease, self.versions.newest)
-        self._end(lease_id)
+        self.work.end(lease_id)
         row = self.rows[lease.row_id]
         self.live.fill(row, lease.stage, lease.maker, produced, columns)
         self.ledger.tokens.admit(produced.tokens)
@@ -233,7 +221,7 @@ class ExperienceTable:
 
         Returns the leases of other stages of the row that were revoked with it.
         """
-        lease = self._end(lease_id)
+        lease = self.work.end(lease_id)
         row = self.rows[lease.row_id]
         if kind != "data":
             row.failed_by.setdefault(lease.stage, set()).add(lease.maker)
@@ -260,23 +248,9 @@ class ExperienceTable:
         self._enqueue(row)
         return revoked
 
-    def _end(self, lease_id: int) -> Lease:
-        lease = self.leases.pop(lease_id).lease
-        del self.rows[lease.row_id].leases[lease.stage]
-        self._leases_of[lease.maker].remove(lease_id)
-        return lease
-
-    def _may_retry(self, row: Row, stage: str, maker: str) -> bool:
-        failed_by = row.failed_by.get(stage, set())
-        return maker not in failed_by or failed_by >= self.roster.names[stage]
-
     def _enqueue(self, row: Row, again: str | None = None) -> None:
-        """Lets the row wait for each stage that can be made now; stage `again` apart, since it failed before."""
-        for stage, queue in self.waiting.items():
-            if stage in row.columns or stage in row.leases or stage not in self.roster.needs or row.id in queue:
-                continue
-            if all(need in row.columns for need in self.roster.needs[stage]):
-                queue.push(row.id, again=stage == again)
+        """What can be made of the row now waits for a lease; stage `again` apart, since it failed before."""
+        self.work.enqueue(row, again)
         if not row.complete and len(row.columns) == len(self.stages):
             self.live.completed(row)
             self.failures.data_in_a_row = 0
@@ -342,7 +316,7 @@ class ExperienceTable:
         rows = self._sampled(row_ids)
         self.versions.train(step)
         for row in rows:
-            self._forget(row)
+            self.live.remove(row)
             self.ledger.train(row.tokens)
         self.steps.train(len(rows), sum(row.tokens for row in rows))
 
@@ -387,19 +361,12 @@ class ExperienceTable:
 
     def _discard(self, row: Row, stages: Collection[str], reason: str) -> list[Lease]:
         """Lets go of what these stages have made, and of their leases. Their tokens are dropped for the reason."""
-        revoked = [self._end(lease_id) for stage, lease_id in list(row.leases.items()) if stage in stages]
-        for stage in stages:
-            self.waiting[stage].discard(row.id)
+        revoked = self.work.call_off(row, stages)
         self.ledger.tokens.drop(self.live.empty(row, stages), reason)
         return revoked
 
     def _remove(self, row: Row, reason: str) -> list[Lease]:
-        revoked = [self._end(lease_id) for lease_id in list(row.leases.values())]
-        self._forget(row)
+        revoked = self.work.call_off(row, self.stages)
+        self.live.remove(row)
         self.ledger.drop(row.tokens, reason)
         return revoked
-
-    def _forget(self, row: Row) -> None:
-        self.live.remove(row)
-        for queue in self.waiting.values():
-            queue.discard(row.id)

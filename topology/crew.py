@@ -169,7 +169,7 @@ class Crew:
         }
         if planned.kind in SERVICES:
             here = ray.get_runtime_context().get_node_id()
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         if planned.kind == "rank":
             options["runtime_env"] = {"env_vars": KEEP_FREED_MEMORY}
         threads = threads_of(self.config, planned)

@@ -43,30 +43,35 @@ class Watch:
 
     async def _ping(self, member: Member, handle: Any) -> None:
         half = self._limit / 2
-        while True:
-            answer = asyncio.ensure_future(handle.ping.remote())
-            try:
-                for told in (member.life.silent, None):
-                    await asyncio.wait({answer}, timeout=half)
-                    if answer.done():
-                        break
-                    if told is None:
+        patience: float | None = None  # for the first answer any: until then the cluster may be looking for room
+        try:
+            while True:
+                answer = asyncio.ensure_future(_answer(handle.ping.remote()))
+                try:
+                    await asyncio.wait({answer}, timeout=patience)
+                    if not answer.done():
+                        member.life.silent()
+                        await asyncio.wait({answer}, timeout=half)
+                    if not answer.done():
                         self._tell(
                             member, handle, f"{member.name}: hung, no answer for limits.ping = {self._limit:g} s"
                         )
                         return
-                    told()
-                member.place = answer.result()
-                member.life.answered()
-            except ray.exceptions.RayActorError:
-                return  # its death is told by `_hold`
-            except ray.exceptions.RayError as error:
-                self._tell(member, handle, f"{member.name}: cannot be asked: {one_line(error)}")
-                return
-            finally:
-                answer.cancel()
-            await asyncio.sleep(half / 2)
+                    member.place = answer.result()
+                    member.life.answered()
+                finally:
+                    answer.cancel()
+                patience = half
+                await asyncio.sleep(half / 2)
+        except ray.exceptions.RayActorError:
+            return  # its death is told by `_hold`
+        except ray.exceptions.RayError as error:
+            self._tell(member, handle, f"{member.name}: cannot be asked: {one_line(error)}")
 
     def _tell(self, member: Member, handle: Any, cause: str) -> None:
         if member.handle is handle:
             self._on_end(member, cause)
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference

@@ -7,9 +7,9 @@ returns are made here, then policy and critic train on the same rows at the same
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from trainers.ports import ValueModel
 from trainers.rank import TrainerRank
 from trainers.rank_group import RankGroup
 from trainers.stopwatch import Stopwatch
+
+T = TypeVar("T")
 
 
 class NotTrained(Exception):
@@ -64,35 +66,41 @@ class BatchTraining:
         """See StepPlan for `step` and `version`. Raises NotTrained."""
         if self._planner.valid_tokens(batch) == 0:
             raise NotTrained("no_valid_token", "every sample of the batch is masked or empty")
-        # References as arguments of their own: whoever runs the rank brings the columns to it, past the controller.
-        references = [row.columns["rollout"] for row in batch.rows]
         if self._critic is None:
-            trained = await self._train_policy(batch, self._planner.plan(batch, step, version), references)
+            trained = await self._train_policy(batch, self._planner.plan(batch, step, version))
         else:
-            trained = await self._train_both(self._critic, batch, step, version, references)
+            trained = await self._train_both(self._critic, batch, step, version)
         if trained.result.optimizer_steps == 0:
             raise NotTrained("nonfinite", trained.result.skipped or "no optimizer step was taken")
         return trained
 
-    async def _train_policy(self, batch: Batch, plan: StepPlan, references: Sequence[Any]) -> Trained:
-        result: StepResult
-        try:
-            result = await self._ranks.call(TrainerRank.train_step, plan, *references)
-        except ColumnsLost:  # no rank has begun, and here they are
-            result = await self._ranks.call(TrainerRank.train_step, plan, *(row["rollout"] for row in batch.columns))
-        return Trained(plan, result)
+    async def _train_policy(self, batch: Batch, plan: StepPlan) -> Trained:
+        def train(rollouts: Sequence[Any]) -> Awaitable[StepResult]:
+            return self._ranks.call(TrainerRank.train_step, plan, *rollouts)
 
-    async def _train_both(
-        self, critic: ValueModel, batch: Batch, step: int, version: int | None, references: Sequence[Any]
-    ) -> Trained:
+        return Trained(plan, await _with_rollouts(batch, train))
+
+    async def _train_both(self, critic: ValueModel, batch: Batch, step: int, version: int | None) -> Trained:
         rows = self._planner.step_rows(batch, step)
         with self._watch.measure("values"):
-            values = await critic.values(rows, references)
+            values = await _with_rollouts(batch, lambda rollouts: critic.values(rows, rollouts))
         if not all(np.isfinite(row).all() for row in values):
             raise NotTrained("nonfinite", "the critic's values are not finite")
         estimates = self._planner.estimate(batch, values)
         plan = self._planner.plan(batch, step, version, estimates.advantages)
         trained, of_critic = await asyncio.gather(
-            self._train_policy(batch, plan, references), critic.train(rows, estimates.labels, references)
+            self._train_policy(batch, plan),
+            _with_rollouts(batch, lambda rollouts: critic.train(rows, estimates.labels, rollouts)),
         )
         return Trained(plan, trained.result, estimates, of_critic)
+
+
+async def _with_rollouts(batch: Batch, call: Callable[[Sequence[Any]], Awaitable[T]]) -> T:
+    """Give `call` references: whoever runs the ranks brings the columns to them, past the controller.
+
+    Where they are lost on that way, and so no rank has begun, it is given the columns that the controller has.
+    """
+    try:
+        return await call([row.columns["rollout"] for row in batch.rows])
+    except ColumnsLost:
+        return await call([columns["rollout"] for columns in batch.columns])

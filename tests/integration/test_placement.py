@@ -39,8 +39,8 @@ PATIENCE = 15.0  # seconds in which the impossible has to be told
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with simulated_cluster(NODES) as address:
-        yield address
+    with simulated_cluster(NODES) as cluster:
+        yield cluster.address
 
 
 @pytest.fixture(scope="module")

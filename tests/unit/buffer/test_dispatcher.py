@@ -55,7 +55,7 @@ def test_a_maker_gets_as_many_calls_as_it_has_slots_and_the_next_when_one_ends()
         gate.open.set()
         await settle()
         assert (harness.table.live.complete, maker.most_running) == (8, 3)
-        assert harness.table.leases == {}
+        assert harness.table.work.leases == {}
 
     asyncio.run(scenario())
 
@@ -256,7 +256,7 @@ def test_a_data_failure_drops_the_row_and_cancels_the_calls_of_its_other_stages(
         await settle()
         assert teacher.cancelled == [0]
         assert harness.table.ledger.rows.dropped == {"data": 1}
-        assert harness.table.leases == {}
+        assert harness.table.work.leases == {}
 
     asyncio.run(scenario())
 
@@ -313,7 +313,7 @@ def test_an_unrouted_maker_finishes_what_it_has_and_gets_nothing_until_it_is_rou
         gate.open.set()
         await settle()
         assert unrouting.done()
-        assert (len(maker.leases), harness.table.live.complete, harness.table.leases) == (2, 2, {})
+        assert (len(maker.leases), harness.table.live.complete, harness.table.work.leases) == (2, 2, {})
         harness.dispatcher.route(maker.info.name)
         await settle()
         assert (len(maker.leases), harness.table.live.complete) == (4, 4)

@@ -138,7 +138,7 @@ def simulate(order: str, window: int = 0, steps: int = 300) -> Outcome:
             trainer_free_at, busy = clock.now + 0.5, busy + 0.5
             heapq.heappush(events, (trainer_free_at, next(order_of_events), None))
         fill(table)
-        while len(table.leases) < 64 and (new := table.lease("maker")) is not None:
+        while len(table.work.leases) < 64 and (new := table.lease("maker")) is not None:
             seconds = min(chance.lognormvariate(0.0, 1.0), 20.0)
             heapq.heappush(events, (clock.now + seconds, next(order_of_events), new))
     return Outcome(max(trainer.ages.values()), 1 - busy / clock.now, table.ledger.rows.dropped.get("stale", 0))

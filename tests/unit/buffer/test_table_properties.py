@@ -103,12 +103,12 @@ class TableMachine(RuleBasedStateMachine):
                     self.ended(lease)
 
     def open_lease(self, chance) -> Lease:
-        return self.table.leases[chance.choice(sorted(self.table.leases))].lease
+        return self.table.work.leases[chance.choice(sorted(self.table.work.leases))].lease
 
-    @precondition(lambda self: self.table.leases)
+    @precondition(lambda self: self.table.work.leases)
     @rule(chance=st.randoms(use_true_random=False), count=st.integers(1, 6))
     def commit(self, chance, count):
-        for _ in range(min(count, len(self.table.leases))):
+        for _ in range(min(count, len(self.table.work.leases))):
             lease = self.open_lease(chance)
             version = chance.randint(lease.min_version, self.table.versions.newest)
             self.table.commit(lease.id, answer(lease, version), [lease.row_id, lease.stage])
@@ -121,7 +121,7 @@ class TableMachine(RuleBasedStateMachine):
     def fail(self, chance, kinds):
         for kind in kinds:
             self.grant(chance, 3)
-            if self.table.leases:
+            if self.table.work.leases:
                 lease = self.open_lease(chance)
                 self.ended(lease, *self.table.fail(lease.id, kind, "no"))
 
@@ -133,7 +133,7 @@ class TableMachine(RuleBasedStateMachine):
     def detach(self, chance, death):
         name = chance.choice(sorted(self.table.roster.makers))
         stage = self.table.roster.makers[name].stage
-        held = [held.lease for held in self.table.leases.values() if held.lease.maker == name]
+        held = [held.lease for held in self.table.work.leases.values() if held.lease.maker == name]
         revoked = self.table.detach(name, death)
         assert sorted(revoked, key=lambda lease: lease.id) == sorted(held, key=lambda lease: lease.id)
         self.ended(*revoked)
@@ -253,7 +253,7 @@ class TableMachine(RuleBasedStateMachine):
         assert (self.table.live.nbytes, self.table.charged) == (before.live.nbytes, before.charged)
 
     def begin_anew(self, state: dict[str, Any], columns: list[Any] | None) -> None:
-        self.ended(*(held.lease for held in self.table.leases.values()))
+        self.ended(*(held.lease for held in self.table.work.leases.values()))
         self.table, self.prompts = self.new_table(), FakePrompts()
         restore(self.table, state, self.prompts, columns)
         self.save()
@@ -277,8 +277,8 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.live.unsampled.keys() | self.table.live.sampled.keys() == self.table.rows.keys()
         assert len(self.table.live.unsampled) + len(self.table.live.sampled) == len(self.table.rows)
         assert self.table.live.complete == sum(row.complete for row in self.table.live.unsampled.values())
-        waiting = sum(row.id in queue for row in rows for queue in self.table.waiting.values())
-        assert waiting == sum(len(queue) for queue in self.table.waiting.values())
+        waiting = sum(row.id in queue for row in rows for queue in self.table.work.waiting.values())
+        assert waiting == sum(len(queue) for queue in self.table.work.waiting.values())
 
     @invariant()
     def no_row_is_trained_twice_and_the_ledger_knows_those_that_were(self):
@@ -297,9 +297,9 @@ class TableMachine(RuleBasedStateMachine):
     @invariant()
     def every_lease_is_open_or_has_ended_once(self):
         assert all(count == 1 for count in self.ends.values())
-        assert self.granted.keys() == self.ends.keys() | self.table.leases.keys()
-        assert not self.ends.keys() & self.table.leases.keys()
-        for held in self.table.leases.values():
+        assert self.granted.keys() == self.ends.keys() | self.table.work.leases.keys()
+        assert not self.ends.keys() & self.table.work.leases.keys()
+        for held in self.table.work.leases.values():
             assert held.lease.maker in self.table.roster.makers
             assert self.table.live.unsampled[held.lease.row_id].leases[held.lease.stage] == held.lease.id
 
@@ -312,7 +312,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def places(self, row: Row, stage: str) -> int:
         blocked = any(need not in row.columns for need in STAGES[stage])
-        return (stage in row.columns) + (stage in row.leases) + (row.id in self.table.waiting[stage]) + blocked
+        return (stage in row.columns) + (stage in row.leases) + (row.id in self.table.work.waiting[stage]) + blocked
 
     def teardown(self):
         """Whatever happened: with makers that answer, the trainer gets its next rows."""
@@ -321,7 +321,7 @@ class TableMachine(RuleBasedStateMachine):
         self.sampled = []
         if self.to_publish:
             self.publish()
-        for maker in {held.lease.maker for held in self.table.leases.values()}:
+        for maker in {held.lease.maker for held in self.table.work.leases.values()}:
             self.table.detach(maker)
         for stage in STAGES:
             self.attach_to(self.table, stage)
