@@ -36,8 +36,8 @@ def figures(played: Played) -> dict[str, list[float]]:
                 _during(found, seen, done, seconds or 0.0, played)
         elif kind in (("kill", "maker/rollout"), ("kill", "maker/reward")):
             seconds = seen.first(done.time, lambda status, name=done.actor, pid=done.pid: _commits(status, name, pid))
-            _note(found, MAKER, seconds, done, after)
-            found[REISSUED].append(_died(seen.at(done.time + 5.0)) - _died(seen.at(done.time)))
+            if _note(found, MAKER, seconds, done, after):
+                found[REISSUED].append(_died(seen.at(done.time + (seconds or 0.0))) - _died(seen.at(done.time)))
         elif kind == ("kill", "trainer/policy/rank"):
             steps = [line["time"] - done.time for line in played.metrics if line["time"] > done.time]
             back = [
