@@ -93,7 +93,7 @@ class Shell:
         If none comes this process ends: in a cluster that is not the run's own nobody else would end it.
         """
         self._holds += 1
-        mine, gone_since = self._holds, 0.0
+        mine, gone_since = self._holds, time.monotonic()
         while mine == self._holds:
             asked = time.monotonic()
             try:

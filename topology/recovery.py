@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -28,7 +28,6 @@ from topology.handles import ActorLost, call
 from topology.lifecycle import NotAllowed
 from topology.members import Member
 from topology.roles import stage_of, stages_of
-from topology.runs import read_json
 from topology.shifts import own_bundle, planned_maker
 from trainers.checkpoints import CheckpointError, find_latest
 
@@ -249,13 +248,12 @@ class Recovery:
 
     # --- after a death of the supervisor itself -----------------------------------------------------------------------
 
-    async def adopt(self, state: str) -> None:
-        """Find the actors of the run by their names, and go on. Raises RunFailed if the run's last `state` was another."""
+    async def adopt(self, status: dict[str, Any]) -> None:
+        """Find the actors of the run by their names, and go on from its last `status`. Raises RunFailed if it did not run."""
         run, crew = self._run, self._crew
-        if state not in ("running", "waiting"):
-            raise RunFailed(f"supervisor: died while the run was {state}")
+        if status["state"] not in ("running", "waiting"):
+            raise RunFailed(f"supervisor: died while the run was {status['state']}")
         run.state = "running"
-        status = read_json(run.folder.status_file)
         crew.config = load_config(run.folder.config)
         names = set(crew.names_there())
         planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
@@ -264,17 +262,17 @@ class Recovery:
         run.placement.adopt([*run.plan.groups, *map(own_bundle, added)])
         for actor in (*planned.values(), *added):
             if actor.name in names or not self._was_detached(actor, status):
-                await self._adopt(crew.enlist(actor), actor.name in names)
+                crew.enlist(actor)
+        for member in list(crew.members.values()):
+            await self._adopt(member, member.name in names)
         crew.end_strangers()
         run.event("adopted", actors=len(crew.members))
         for maker in crew.kind("maker"):
             if maker.life.useful:
                 await self._adopt_maker(maker)
 
-    def _was_detached(self, actor: PlannedActor, status: dict[str, object]) -> bool:
-        known = status["actors"]
-        assert isinstance(known, list)
-        return actor.kind == "maker" and all(row["name"] != actor.name for row in known)
+    def _was_detached(self, actor: PlannedActor, status: dict[str, Any]) -> bool:
+        return actor.kind == "maker" and all(row["name"] != actor.name for row in status["actors"])
 
     async def _adopt(self, member: Member, there: bool) -> None:
         if there:

@@ -66,8 +66,9 @@ class Supervisor(Shell):
     async def hold(self) -> None:
         """Every actor waits in here. One that comes before `start` was called comes from this process's earlier life."""
         if not self.begun:
-            self.state = (read_json(self.folder.status_file) or {"state": "starting"})["state"]
-            self._begin(self.recovery.adopt(self.state))
+            status = read_json(self.folder.status_file) or {"state": "starting"}
+            self.state = status["state"]
+            self._begin(self.recovery.adopt(status))
         await asyncio.Event().wait()
 
     async def stop(self, now: bool) -> None:
@@ -248,6 +249,7 @@ class Supervisor(Shell):
     # --- telling ------------------------------------------------------------------------------------------------------
 
     async def _report(self) -> None:
+        await asyncio.sleep(0)  # adopted actors are enlisted first: the file tells the next supervisor who there was
         while True:
             await self._refresh()
             try:
