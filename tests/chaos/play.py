@@ -29,7 +29,7 @@ from topology.runs import ENDED
 PATIENCE = 300.0  # seconds without what is waited for
 PHASE = 3.0  # seconds that a phase is waited for; a run that recovers has none
 GONE = 30.0  # seconds after the end of a run until nothing of it may be left
-STEPS_A_FAULT = 25  # of the run: so many that the faults fall into it
+STEPS_A_FAULT = 12  # of the run: so many that the faults fall into it
 REWARDS = """
 import time
 
