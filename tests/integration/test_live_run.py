@@ -212,6 +212,17 @@ def test_the_supervisor_is_killed_and_another_goes_on_with_the_same_actors(folde
     goes_on(run)
 
 
+def test_the_supervisor_is_killed_with_a_maker_and_the_trainer_and_all_three_come_back(folder: Path, run: Path) -> None:
+    adopted = len(told(folder, "adopted"))
+    reward, trainer = (kill(run, name) for name in ("maker/reward/0", "trainer/policy"))
+    os.kill(recorded(run)["supervisor"]["pid"], signal.SIGKILL)
+    wait_for(lambda: len(told(folder, "adopted")) > adopted, 60, "a supervisor that adopts the run")
+    wait_for(back(run, "maker/reward/0", reward), 90, "maker/reward/0 again")
+    wait_for(back(run, "trainer/policy", trainer), 90, "trainer/policy again")
+    wait_for(lambda: recorded(run)["state"] == "running", 30, "the run that goes on")
+    goes_on(run)
+
+
 def test_nothing_is_left_and_the_ledger_closes_after_all_that(folder: Path, run: Path) -> None:
     done = tandem(folder, "stop", "tiny")
     assert done.returncode == 0, done.stdout + done.stderr
