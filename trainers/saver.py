@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ class Saver:
         self._clock = clock
         self._step = 0  # that `_saving` is of
         self._saving: Saving | None = None
+        self._wanted: list[asyncio.Future[Checkpoint]] = []
+        self.asked = asyncio.Event()  # set while somebody wants a checkpoint that is not begun
+
+    async def request(self) -> Checkpoint:
+        """The one that is begun next, when it is written. Raises CheckpointError."""
+        wanted = asyncio.get_running_loop().create_future()
+        self._wanted.append(wanted)
+        self.asked.set()
+        return await wanted
 
     async def begin(self, meta: Mapping[str, Any]) -> Saving:
         """Copy the state of the step that `meta` names; returns when it may change. Raises nothing.
@@ -69,12 +79,25 @@ class Saver:
             waiting = asyncio.create_task(copied.wait())
             await asyncio.wait({self._saving, waiting}, return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
+        for wanted in self._requests():
+            self._saving.add_done_callback(partial(_answer, wanted))
         return self._saving
 
     async def settle(self) -> None:
         """Wait until nothing is being written."""
         if self._saving is not None:
             await asyncio.wait({self._saving})
+
+    def refuse(self, cause: str) -> None:
+        """There will be no next one."""
+        for wanted in self._requests():
+            if not wanted.done():  # else whoever asked is gone
+                wanted.set_exception(CheckpointError(cause))
+
+    def _requests(self) -> list[asyncio.Future[Checkpoint]]:
+        self.asked.clear()
+        requests, self._wanted = self._wanted, []
+        return requests
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of this step is written."""
@@ -114,6 +137,15 @@ class Saver:
             await asyncio.to_thread(write_cut, folder / BUFFER_FOLDER, state, columns)
 
         return [ranks, buffer] if self._critic is None else [ranks, critic, buffer]
+
+
+def _answer(wanted: asyncio.Future[Checkpoint], saving: Saving) -> None:
+    if wanted.done() or saving.cancelled():  # whoever asked, or this process, is gone
+        return
+    if (error := saving.exception()) is not None:
+        wanted.set_exception(error)
+    else:
+        wanted.set_result(saving.result())
 
 
 def _require(folder: Path) -> None:

@@ -31,7 +31,7 @@ class StateFileError(ValueError):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy of its own in CPU memory, contiguous."""
+    """A copy of its own in CPU memory, contiguous. Not yet run on a GPU's tensor."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -108,7 +108,7 @@ def seed_generators(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Of every generator of this process: Python, NumPy, torch, and torch's on its GPU."""
+    """Of every generator of this process: Python, NumPy, torch, and torch's on its GPU (not yet run on one)."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
         "python": random.getstate(),

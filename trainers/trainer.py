@@ -21,7 +21,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from buffer.buffer import EndOfData
@@ -99,8 +98,6 @@ class Trainer:
         self._recorder = recorder
         self._metrics = metrics
         self._saver = Saver(checkpointer, ranks=ranks, critic=critic, rows=rows, recorder=recorder, clock=clock)
-        self._wanted: list[asyncio.Future[Checkpoint]] = []  # checkpoints that were asked for
-        self._asked = asyncio.Event()
         self._schedule = schedule
         self._deadlines = deadlines
         self._max_age = max_age
@@ -181,10 +178,7 @@ class Trainer:
         """
         if self._idle.is_set():
             raise CheckpointError(f"no checkpoint can be taken: the trainer does not train ({self._progress.phase})")
-        wanted = asyncio.get_running_loop().create_future()
-        self._wanted.append(wanted)
-        self._asked.set()
-        return await wanted
+        return await self._saver.request()
 
     def status(self) -> dict[str, Any]:
         """Step, version, phase and seconds in it, last rates, what the run is bound by, the last held-out score."""
@@ -254,7 +248,7 @@ class Trainer:
         """Meanwhile, checkpoints are taken that are asked for."""
         # The buffer keeps the deadline itself, and says what each unfinished row waits for; this is the net below.
         net = self._deadlines.batch + self._deadlines.call
-        interrupts = [self._stopping] + ([self._asked] if self._progress.step else [])
+        interrupts = [self._stopping] + ([self._saver.asked] if self._progress.step else [])
         await self._hand_to("makers")
         sample = self._rows.sample(self._config.groups_per_step, self._deadlines.batch)
         sampling = asyncio.ensure_future(sample)
@@ -337,7 +331,7 @@ class Trainer:
             await self._evaluate(evaluation)
         every = self._schedule.checkpoint_every
         # Last, so that a run that goes on from it has nothing left to do of this step.
-        if (every is not None and step % every == 0 and not last) or self._wanted:
+        if (every is not None and step % every == 0 and not last) or self._saver.asked.is_set():
             await self._checkpoint()
 
     async def _write_rows(self, writing: Awaitable[None]) -> None:
@@ -380,21 +374,13 @@ class Trainer:
         async with self._ranks_work:
             await self._hand_to("ranks")
             with self._phase("checkpoint"):
-                saving = await self._saver.begin(meta)
-        for wanted in self._wanted:
-            saving.add_done_callback(partial(_answer, wanted))
-        self._wanted = []
-        self._asked.clear()
-        return saving
+                return await self._saver.begin(meta)
 
     async def _end_checkpoints(self) -> None:
-        """However the run ends: what is being written is finished, if that takes no longer than a call; others are refused."""
+        """However the run ends: what is being written is finished, if that takes no longer than a call."""
         with suppress(TimeoutError):
             await self._within(self._deadlines.call, "checkpoint", self._saver.settle())
-        for wanted in self._wanted:
-            if not wanted.done():  # else whoever asked is gone
-                wanted.set_exception(CheckpointError("no checkpoint was taken: the run ended before"))
-        self._wanted = []
+        self._saver.refuse("no checkpoint was taken: the run ended before")
 
     def _outcome(self) -> str | None:
         """Why the loop ends, None while it goes on."""
@@ -409,7 +395,7 @@ class Trainer:
         with self._phase("checkpoint"):
             await self._saver.settle()  # else it is not known whether this step has one
         due = self._schedule.checkpoint_at_end and step > self._start_step and not self._saver.has(step)
-        if due or (self._wanted and step):
+        if due or (step and self._saver.asked.is_set()):
             saving = await self._checkpoint()
             with self._phase("checkpoint"):
                 await self._saver.settle()
@@ -466,12 +452,3 @@ class Trainer:
             if not timeout.expired():  # somebody else's deadline, named already
                 raise
             raise TimeoutError(f"trainer: {what} took over {seconds:g} s (step {self._progress.step})") from error
-
-
-def _answer(wanted: asyncio.Future[Checkpoint], saving: Saving) -> None:
-    if wanted.done() or saving.cancelled():  # whoever asked, or this process, is gone
-        return
-    if (error := saving.exception()) is not None:
-        wanted.set_exception(error)
-    else:
-        wanted.set_result(saving.result())

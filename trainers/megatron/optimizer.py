@@ -11,10 +11,14 @@ but looks for the parameters where they are with the padding: it would save shif
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -22,6 +26,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from trainers.config import Optimizer
+
+_gathered_state = DistributedOptimizer.sharded_param_state_fully_reshardable
 
 
 def wrap(model: Any, *, distributed_optimizer: bool) -> DistributedDataParallel:
@@ -109,6 +115,27 @@ def load_state(optimizer: Any, state: dict[str, Any]) -> None:
 
 def install_checkpoint_fixes() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_state
+    DistributedOptimizer.sharded_param_state_fully_reshardable = _sharded_state
+
+
+def _sharded_state(
+    self: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
+) -> Any:
+    """Main parameters and moments as Megatron describes them. Where there is one data-parallel rank it has them whole, and
+    nothing is gathered, which takes several copies of everything."""
+    if is_loading or self.data_parallel_group.size() > 1:
+        return _gathered_state(self, model_state, is_loading, metadata)
+    described = {value.data: value for value in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
+    state: dict[int, Any] = {}
+    for parameter in (parameter for buffer in self.buffers for parameter in buffer.param_index_map):
+        like, parts = described[parameter], {}
+        for name, flat in self._get_main_param_and_optimizer_states(parameter).items():
+            if name != "step":  # it comes with the parameter groups
+                kind = {"dtype": flat.dtype} if isinstance(like, ShardedTensor) else {}
+                data = flat.detach().view(like.data.shape)
+                parts[name] = replace(like, key=f"optimizer.state.{name}.{like.key}", data=data, **kind)
+        state[len(state)] = parts
+    return state
 
 
 @torch.no_grad()
