@@ -197,6 +197,8 @@ class Recovery:
         seen = [member.status.get("version") for member in crew.members.values()]
         if crew.weights.life.useful:
             seen.append((await crew.ask(crew.weights, "status"))["version"])
+        if crew.buffer.life.useful:
+            seen.append((await crew.ask(crew.buffer, "status"))["published"])
         newest = max((version for version in seen if version is not None), default=-1)
         try:
             checkpoint = find_latest(self._run.folder.checkpoints)
