@@ -26,7 +26,7 @@ from topology.joining import connected
 from topology.names import namespace_of
 from topology.runs import ENDED
 
-PATIENCE = 300.0  # seconds without what is waited for
+PATIENCE = 300.0  # seconds without what is waited for, and without a step
 PHASE = 3.0  # seconds that a phase is waited for; a run that recovers has none
 GONE = 30.0  # seconds after the end of a run until nothing of it may be left
 STEPS_A_FAULT = 12  # of the run: so many that the faults fall into it
@@ -316,8 +316,10 @@ class Player:
             raise Stuck(f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}".strip())
 
     def _wait(self, condition: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline, step = time.monotonic() + PATIENCE, self.seen.now["step"]
         while not condition():
+            if self.seen.now["step"] != step:
+                deadline, step = time.monotonic() + PATIENCE, self.seen.now["step"]
             if time.monotonic() > deadline:
                 now = self.seen.now
                 actors = [(row["name"], row["state"], row["pid"], row["committed"]) for row in now["actors"]]
