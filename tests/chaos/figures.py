@@ -37,7 +37,7 @@ def figures(played: Played) -> dict[str, list[float]]:
         elif kind in (("kill", "maker/rollout"), ("kill", "maker/reward")):
             seconds = seen.first(done.time, lambda status, name=done.actor, pid=done.pid: _commits(status, name, pid))
             if _note(found, MAKER, seconds, done, after):
-                found[REISSUED].append(_died(seen.at(done.time + (seconds or 0.0))) - _died(seen.at(done.time)))
+                found[REISSUED].append(_again(seen.at(done.time + (seconds or 0.0))) - _again(seen.at(done.time)))
         elif kind == ("kill", "trainer/policy/rank"):
             steps = [line["time"] - done.time for line in played.metrics if line["time"] > done.time]
             back = [
@@ -86,8 +86,10 @@ def _commits(status: dict[str, Any], name: str, before: int | None) -> bool:
     return found is not None and found["pid"] not in (None, before) and bool(found["committed"])
 
 
-def _died(status: dict[str, Any]) -> int:
-    return status.get("failures", {}).get("died", 0)
+def _again(status: dict[str, Any]) -> int:
+    """Leases that ended with their maker: told by its death, or by the call that failed first."""
+    failures = status.get("failures", {})
+    return failures.get("died", 0) + failures.get("infra", 0)
 
 
 def _is_restart(event: dict[str, Any]) -> bool:
