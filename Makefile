@@ -4,13 +4,14 @@ VENV   ?= .venv
 # Where pip finds only CUDA builds of torch (several GB), point this at PyTorch's own CPU package index for the light build.
 TORCH_INDEX ?=
 ONLY   ?=
+FAULTS ?=
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP  := $(VENV)/.installed
 PINS   := requirements/torch.txt requirements/runtime.txt requirements/extra.txt requirements/dev.txt
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench chaos clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +20,7 @@ help:
 	@echo "make setup   create $(VENV) and install pinned dependencies"
 	@echo "make lint    ruff, mypy, import rules"
 	@echo "make bench   benchmarks against named baselines (ONLY=name for one)"
+	@echo "make chaos   kill, stop, attach and detach actors of real runs at random (ONLY=seed for one run, FAULTS=n in each)"
 
 setup: $(STAMP)
 	@echo "$(VENV) is up to date"
@@ -45,6 +47,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks.run $(if $(ONLY),--only $(ONLY))
+
+chaos: $(STAMP)
+	@$(BIN)/python -m tests.chaos.run $(if $(ONLY),--only $(ONLY)) $(if $(FAULTS),--faults $(FAULTS))
 
 clean:
 	rm -rf $(VENV) benchmarks/.venv-trl *.egg-info .mypy_cache .ruff_cache

@@ -77,18 +77,18 @@ def job_cluster() -> Iterator[JobCluster]:
     head += ["--dashboard-host=127.0.0.1", f"--dashboard-port={server.rpartition(':')[2]}"]
     with ExitStack() as ends:
         ends.callback(shutil.rmtree, temporary, ignore_errors=True)
-        ends.enter_context(_node(temporary / "first.log", environment, *head))
+        ends.enter_context(node(temporary / "first.log", environment, *head))
         file = first / "ray_current_cluster"
         wait_for(lambda: file.exists() and file.read_text(), 90, "the address of the head")
         address = file.read_text().strip()
         place = ("--num-cpus=1", '--resources={"second": 1}', f"--temp-dir={second}")
-        ends.enter_context(_node(temporary / "second.log", environment, f"--address={address}", *place))
+        ends.enter_context(node(temporary / "second.log", environment, f"--address={address}", *place))
         wait_for(lambda: _nodes(environment, server) == 2, 90, "the job server and both nodes")
         yield JobCluster(address, environment, runs, second)
 
 
 @contextmanager
-def _node(log: Path, environment: dict[str, str], *args: str) -> Iterator[None]:
+def node(log: Path, environment: dict[str, str], *args: str) -> Iterator[None]:
     with log.open("wb") as output:
         node = subprocess.Popen(
             [*START, AGENT, *args],

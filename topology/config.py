@@ -89,7 +89,7 @@ class LimitsConfig(Strict):
     batch: float = Field(600.0, gt=0, description="Trainer waiting for complete rows.")
     step: float = Field(1800.0, gt=0, description="One optimizer step, or one checkpoint, on the ranks.")
     stop: float = Field(120.0, gt=0, description="Draining after `tandem stop`.")
-    ping: float = Field(60.0, gt=0, description="An actor that does not answer for so long is hung.")
+    ping: float = Field(60.0, gt=0, description="An actor that has started and does not answer for so long is hung.")
     restarts: int = Field(
         5,
         ge=0,

@@ -40,7 +40,8 @@ class Member:
     def state(self) -> State:
         return self.life.state
 
-    def row(self) -> dict[str, Any]:
+    def row(self, committed: int | None) -> dict[str, Any]:
+        """`committed`: stages of rows that a maker has filled since it was attached last."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -48,6 +49,7 @@ class Member:
             "pid": self.place.get("pid"),
             "node": self.place.get("node"),
             "version": self.status.get("version"),
+            "committed": committed,
         }
 
 
@@ -62,6 +64,7 @@ def snapshot(
     trainer, buffer = status_of(f"trainer/{POLICY}"), status_of("buffer")
     makers = [member.status.get("version") for member in members.values() if member.planned.kind == "maker"]
     versions = [version for version in makers if version is not None]
+    committed = {name: maker["committed"] for name, maker in buffer.get("makers", {}).items()}
     ledger = buffer.get("ledger")
     return {
         "name": config.name,
@@ -75,7 +78,7 @@ def snapshot(
             "maker_min": min(versions, default=None),
             "maker_max": max(versions, default=None),
         },
-        "actors": [member.row() for member in members.values()],
+        "actors": [member.row(committed.get(member.name)) for member in members.values()],
         "buffer": {"rows": buffer.get("rows", {}), "bytes": buffer.get("bytes", 0)},
         "ledger": {**ledger["rows"], "tokens": ledger["tokens"]} if ledger else {},
         "failures": buffer.get("failures", {}),

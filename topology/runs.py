@@ -23,6 +23,9 @@ from topology.config import RUN_NAME, RUN_NAME_IN_WORDS, ConfigError
 ENDED = ("done", "failed", "stopped")
 RUNS = "TANDEM_RUNS"  # the variable that names the folder of all run folders; without it `runs`, here
 JOB_CODE = "working_dir_files"  # the folder into which Ray unpacks the code that a job brought
+HUNG = (
+    30.0  # seconds without a status after which the supervisor of a run that runs is killed, so that another is started
+)
 SILENCE = 120.0  # seconds without a status after which a supervisor is taken for dead
 LINE_BYTES = 4096  # more than a metrics object takes
 
@@ -83,9 +86,7 @@ class RunFolder:
 
     def write_starting(self, status: dict[str, Any]) -> None:
         """The status until the supervisor writes its own: as good as the process that starts the run, which is this."""
-        me = psutil.Process()
-        starter = {"pid": me.pid, "started": me.create_time()}
-        write_json(self.status_file, {**status, "starter": starter})
+        write_json(self.status_file, {**status, "starter": this_process()})
 
     def cluster_alive(self) -> bool:
         """False once the process that keeps the run's own cluster is gone; a joined cluster counts as alive."""
@@ -162,6 +163,12 @@ def write_text(file: Path, text: str) -> None:
 def _being_started(status: dict[str, Any]) -> bool:
     starter = status.get("starter")
     return starter is not None and process_alive(starter["pid"], starter["started"])
+
+
+def this_process() -> dict[str, Any]:
+    """What `process_alive` knows it by."""
+    me = psutil.Process()
+    return {"pid": me.pid, "started": me.create_time()}
 
 
 def process_alive(pid: int, started: float) -> bool:

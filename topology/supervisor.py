@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from topology.members import Member, snapshot
 from topology.placement import CannotPlace, Placement, release
 from topology.plan import Plan
 from topology.recovery import Recovery
-from topology.runs import RunFolder, read_json, write_json
+from topology.runs import RunFolder, read_json, this_process, write_json
 from topology.shifts import Shifts
 from topology.watch import Watch
 from trainers.checkpoints import CheckpointError
@@ -250,6 +251,8 @@ class Supervisor(Shell):
                 self._write_status()
             except OSError as error:  # a full disk; the next one may fit
                 log.warning("status.json was not written: %s", error)
+                with suppress(OSError):
+                    self.folder.status_file.touch()  # the keeper is to see that somebody is there
             await asyncio.sleep(1.0)
 
     async def _refresh(self) -> None:
@@ -270,7 +273,7 @@ class Supervisor(Shell):
         state, cause = self.state, self.cause
         if state == "running" and (missing := self.recovery.waits_for()) is not None:
             state, cause = "waiting", missing
-        return snapshot(
+        found = snapshot(
             self.crew.config,
             self.crew.members,
             state=state,
@@ -278,6 +281,7 @@ class Supervisor(Shell):
             folder=self.identity.folder,
             first_step=self.origin.step,
         )
+        return {**found, "supervisor": this_process()}
 
     def _write_status(self) -> None:
         write_json(self.folder.status_file, self._snapshot())

@@ -43,30 +43,35 @@ class Watch:
 
     async def _ping(self, member: Member, handle: Any) -> None:
         half = self._limit / 2
-        patience: float | None = None  # for the first answer any: until then the cluster may be looking for room
         try:
             while True:
                 answer = asyncio.ensure_future(_answer(handle.ping.remote()))
                 try:
-                    await asyncio.wait({answer}, timeout=patience)
-                    if not answer.done():
-                        member.life.silent()
-                        await asyncio.wait({answer}, timeout=half)
-                    if not answer.done():
-                        self._tell(
-                            member, handle, f"{member.name}: hung, no answer for limits.ping = {self._limit:g} s"
-                        )
+                    if not await self._answered(member, answer, half):
+                        cause = f"{member.name}: hung, no answer for limits.ping = {self._limit:g} s"
+                        self._tell(member, handle, cause)
                         return
                     member.place = answer.result()
                     member.life.answered()
                 finally:
                     answer.cancel()
-                patience = half
                 await asyncio.sleep(half / 2)
         except ray.exceptions.RayActorError:
             return  # its death is told by `_hold`
         except ray.exceptions.RayError as error:
             self._tell(member, handle, f"{member.name}: cannot be asked: {one_line(error)}")
+
+    async def _answered(self, member: Member, answer: asyncio.Future[Any], half: float) -> bool:
+        """Whether it did so in time. Whoever is being started has until limits.start: there may be no room for it yet, a
+        busy machine is slow to start its process, and loading libraries keeps it from answering."""
+        silent = 0.0
+        while silent < 2 * half:
+            await asyncio.wait({answer}, timeout=half)
+            if answer.done():
+                return True
+            silent = 0.0 if member.state == "starting" else silent + half
+            member.life.silent()
+        return False
 
     def _tell(self, member: Member, handle: Any, cause: str) -> None:
         if member.handle is handle:
