@@ -329,8 +329,16 @@ class ExperienceTable:
             self._remove(row, reason)
 
     def published(self, version: int, step: int) -> None:
-        """The weights after `step` are `version`: frees the rows it was made of. Told again, it does nothing."""
+        """The weights after `step` are `version`: frees the rows it was made of. Told again, it does nothing.
+
+        Raises ValueError after a rewind for a version that is not newer: rows would seem to come from the future.
+        """
         if not self.versions.publish(version, step):
+            if self.rewound:
+                raise ValueError(
+                    f"version {version} was published after a rewind to step {self.versions.step}, but there was version "
+                    f"{self.versions.published} before: give the weights that the trainer goes on from a larger one"
+                )
             return
         self.steps.publish(step)
         if self.rewound:

@@ -178,6 +178,7 @@ class Recovery:
                 await crew.ask(crew.buffer, "maker_died", maker.name, cause)
             await crew.make_anew(crew.training())
             await self.there(crew.weights) if crew.weights.state == "dead" else None
+            await self.there(crew.buffer)
             self._run.origin = await self._origin()
             await crew.start_training(self._run.origin)
             await self.there(crew.buffer)
@@ -197,6 +198,7 @@ class Recovery:
         seen = [member.status.get("version") for member in crew.members.values()]
         if crew.weights.life.useful:
             seen.append((await crew.ask(crew.weights, "status"))["version"])
+        seen.append((await crew.ask(crew.buffer, "status"))["published"])
         newest = max((version for version in seen if version is not None), default=-1)
         try:
             checkpoint = find_latest(self._run.folder.checkpoints)

@@ -116,7 +116,7 @@ async def actors(makers: int, folder: Path) -> AsyncIterator[tuple[Peer, Any]]:
     handles = [create(HostActor, label) for labels in names.values() for label in labels]
     try:
         await asyncio.gather(
-            weights.ping.remote(), caller.start.remote(0, 0), *(host.start.remote() for host in handles)
+            weights.ping.remote(), caller.start.remote(0, None), *(host.start.remote() for host in handles)
         )
         slots = max(1, SLOTS * hosts // makers)
         for stage, labels in names.items():

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,13 +45,6 @@ pytestmark = pytest.mark.timeout(300)  # mostly imports, on a busy machine
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAD, FAR = "127.0.2.1", "127.0.2.2"
 NODES = {HEAD: {"num_cpus": 2, "resources": {"head": 1}}, FAR: {"num_cpus": 2, "resources": {"far": 1}}}
-# A node that is gone is known to be after three seconds, not fifteen.
-QUICK = {
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "3",
-    "RAY_health_check_initial_delay_ms": "1000",
-}
 SAMPLES, GROUPS, STEPS = 2, 4, 6
 TOKENS = 60_000  # of a row: its columns are too large to travel with a reference
 SECONDS = 60.0  # for any one answer
@@ -98,7 +91,7 @@ class LosesItsOwn(Rewards):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SimulatedCluster]:
-    with mock.patch.dict(os.environ, QUICK), simulated_cluster(NODES) as cluster:
+    with simulated_cluster(NODES) as cluster:
         yield cluster
 
 
@@ -162,7 +155,7 @@ class Scene:
     async def make_buffer_anew(self) -> None:
         ray.kill(self.buffer)  # it is dead; this frees its name
         buffer = await self.create(BufferActor, "buffer")
-        await buffer.start.remote(0, 0, True)
+        await buffer.start.remote(0, None, True)
         for info in self.infos:
             await buffer.attach.remote(info)
 
@@ -196,7 +189,7 @@ async def scene(folder: Path, name: str, rewards: type = Rewards) -> AsyncIterat
     )
     play = Scene(folder, config)
     try:
-        await (await play.create(BufferActor, "buffer")).start.remote(0, 0)
+        await (await play.create(BufferActor, "buffer")).start.remote(0, None)
         yield play
     finally:
         for actor in play.actors.values():
@@ -389,7 +382,9 @@ async def kill_a_node(folder: Path, raylet: int) -> dict[str, Any]:
 def test_rows_whose_columns_lay_on_a_lost_node_are_made_again_and_trained_once(
     play: Callable[..., Any], cluster: SimulatedCluster, tmp_path: Path
 ) -> None:
-    seen = play(kill_a_node, tmp_path / "node", cluster.raylet(FAR))
+    raylet = cluster.raylet(FAR)
+    threading.Thread(target=os.waitpid, args=(raylet, 0), daemon=True).start()  # its workers end once it is reaped
+    seen = play(kill_a_node, tmp_path / "node", raylet)
     assert seen["rows"] == [(row, "maker/rollout/1") for row in range(GROUPS)]
     assert seen["sizes"] == [TOKENS] * GROUPS
     assert seen["failures"] == {"infra": 2 * GROUPS, "data": 0, "timeout": 0, "died": 0}

@@ -183,7 +183,7 @@ async def cast(folder: Path, name: str, kind: type, *, makers: int = 1, tokens: 
     store, table = create(WeightsActor, "weights"), create(BufferActor, "buffer")
     actors = [create(MakerActor, f"maker/rollout/{index}") for index in range(makers)]
     try:
-        await asyncio.gather(table.start.remote(0, 0), store.ping.remote())
+        await asyncio.gather(table.start.remote(0, None), store.ping.remote())
         infos = await asyncio.gather(*(actor.start.remote() for actor in actors))
         await table.published.remote(0, 0)
         yield Cast(table, actors, infos)

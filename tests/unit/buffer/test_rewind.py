@@ -86,6 +86,16 @@ def test_between_two_versions_the_rows_of_the_steps_since_the_last_one_are_charg
     assert table.steps.unpublished == 0
 
 
+def test_the_version_after_a_rewind_is_larger_than_all_before():
+    table = after_step(2)
+    table.rewind(1)
+    with pytest.raises(ValueError, match="version 2 was published after a rewind to step 1, but there was version 2"):
+        table.published(2, 1)
+    for _ in range(2):
+        table.published(3, 1)
+    assert (table.versions.published, table.versions.newest) == (3, 3)
+
+
 def test_a_step_that_was_never_done_cannot_be_gone_back_to():
     with pytest.raises(ValueError, match="rewind to step 3: only steps 0 to 2 are known"):
         after_step(2).rewind(3)
