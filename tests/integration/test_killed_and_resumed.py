@@ -36,7 +36,7 @@ from tests.command_line import TINY, assert_nothing_left, data, events, function
 from trainers.checkpoints import find_latest
 from trainers.state_files import StateFile
 
-pytestmark = pytest.mark.timeout(600)  # mostly the start of processes, on a busy machine
+pytestmark = pytest.mark.timeout(900)  # mostly the start of processes, on a busy machine
 
 GROUPS, STEPS = 4, 8
 PROMPTS = 2 * GROUPS  # an epoch ends after every second step
