@@ -7,7 +7,7 @@ import pytest
 from tests.chaos.play import play
 from tests.chaos.scenario import KINDS, scenario
 
-SEED, FAULTS = 2348, 5
+SEED, FAULTS = 6220, 5
 
 
 @pytest.mark.timeout(420)  # mostly the start of processes, on a busy machine
