@@ -1,10 +1,12 @@
-# Everything a fresh machine with Python 3.11, make and a C compiler needs. All targets may be repeated.
+# Everything a fresh machine with Python 3.11, make and a C++ compiler needs. All targets may be repeated.
 PYTHON ?= python3.11
 VENV   ?= .venv
 # Where pip finds only CUDA builds of torch (several GB), point this at PyTorch's own CPU package index for the light build.
 TORCH_INDEX ?=
 ONLY   ?=
 FAULTS ?=
+# Test files at a time.
+JOBS   ?= 2
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -40,7 +42,7 @@ demo: setup
 	@$(BIN)/tandem run configs/demo.yaml --name demo-$$(date +%m%d-%H%M%S)
 
 test: $(STAMP) lint
-	@$(BIN)/python -m pytest tests $(if $(ONLY),-k $(ONLY))
+	@$(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile $(if $(ONLY),-k $(ONLY))
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -21,10 +21,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from pyarrow import parquet
@@ -145,7 +147,8 @@ class Victim:
         """Everything of the run at once: its actors, its cluster and the keeper of that."""
         self.kills[boundary] = self.status
         for process in processes_of(self.path):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # without those before it, it has ended by itself
+                process.kill()
         assert_nothing_left(self.path)
 
 

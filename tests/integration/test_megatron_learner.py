@@ -241,9 +241,10 @@ def test_a_restored_checkpoint_continues_bit_by_bit(dtype, distributed_optimizer
         save(made, str(tmp_path / "start"))
         for step in (1, 2):
             made.train_step(plan(rows, step=step), *rows)
-        save(made, str(tmp_path / "two"))
+        made.stage()
         for step in (3, 4):
             made.train_step(plan(rows, step=step), *rows)
+        made.write(str(tmp_path / "two")).result()  # what was copied, whatever was trained meanwhile
         expected = weights(made)
 
     for folder, steps in (("start", (1, 2, 3, 4)), ("two", (3, 4))):
@@ -253,6 +254,20 @@ def test_a_restored_checkpoint_continues_bit_by_bit(dtype, distributed_optimizer
                 made.train_step(plan(rows, step=step), *rows)
             found = weights(made)
         assert all(torch.equal(found[name], value) for name, value in expected.items()), folder
+
+
+def test_a_restored_checkpoint_of_the_reference_learner_continues_bit_by_bit(rows, tmp_path):
+    with rank("torch") as made:
+        made.train_step(plan(rows, share=False, step=1), *rows)
+        made.stage()
+        made.train_step(plan(rows, share=False, step=2), *rows)
+        made.write(str(tmp_path / "one")).result()
+        expected = weights(made)
+    with rank("torch") as made:
+        made.restore(str(tmp_path / "one"))
+        made.train_step(plan(rows, share=False, step=2), *rows)
+        found = weights(made)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_checkpoint_that_is_missing_broken_or_of_another_model_is_refused(tmp_path):

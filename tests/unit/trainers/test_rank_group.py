@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -172,3 +173,23 @@ def test_the_error_crosses_processes_with_all_it_says() -> None:
         "save",
         "rank rank/1 failed (OSError: full) in save()",
     )
+
+
+def test_a_method_that_answers_with_a_future_leaves_the_rank_free_until_that_is_done() -> None:
+    class Writer(Rank):
+        def write(self) -> Future[str]:
+            self.writing: Future[str] = Future()
+            return self.writing
+
+    async def main() -> None:
+        rank = Writer(0)
+        ranks = RankGroup([LocalWorker(rank, "rank/0")], timeout=5.0)
+        writing = asyncio.create_task(ranks.call("write"))
+        await asyncio.sleep(0)
+        assert await ranks.call("echo", "a") == [(0, "a")]
+        assert not writing.done()
+        rank.writing.set_exception(OSError("disk full"))
+        with pytest.raises(RankError, match=r"rank rank/0 failed \(OSError: disk full\) in write"):
+            await writing
+
+    asyncio.run(main())
