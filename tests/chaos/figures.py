@@ -14,9 +14,10 @@ from tests.chaos.play import Done, Played
 ATTACH = "seconds from `attach` to the first committed row of the newcomer"
 MAKER = "seconds from the kill of a maker until it is back and commits rows"
 RANK = "seconds from the kill of a trainer rank to the next trained step"
-DURING = "steps a second while a maker is attached, against as long before"
+DURING = "steps a second while a maker is attached, against before"
 GAP = "longest time between two steps while a maker is attached, seconds"
 REISSUED = "leases issued again after the kill of a maker"
+STEPS_BEFORE = 10
 UNITS = (ATTACH, MAKER, RANK, DURING, GAP, REISSUED)
 
 Figures = Mapping[str, Sequence[float]]
@@ -67,17 +68,19 @@ def _note(found: dict[str, list[float]], name: str, seconds: float | None, done:
 
 
 def _during(found: dict[str, list[float]], seen: Observer, done: Done, seconds: float, played: Played) -> None:
-    """Against the time before, if nothing was done in that."""
-    before = seen.at(done.time - seconds)
-    if any(done.time - seconds < other.time < done.time for other in played.done) or before["step"] < 2:
-        return
-    start, end = seen.at(done.time), seen.at(done.time + seconds)
-    rates = [(b["step"] - a["step"]) / max(b["time"] - a["time"], 1e-9) for a, b in ((before, start), (start, end))]
-    if rates[0] > 0:
-        found[DURING].append(round(rates[1] / rates[0], 2))
-    times = [line["time"] for line in played.metrics if done.time <= line["time"] <= done.time + seconds]
-    edges = [done.time, *times, done.time + seconds]
-    found[GAP].append(round(max(b - a for a, b in pairwise(edges)), 2))
+    """Against the steps since the run was last not what it should be, if there were enough of them."""
+    times = [line["time"] for line in played.metrics]
+    unwell = (status["time"] for status in reversed(seen.statuses) if status["time"] < done.time and not _well(status))
+    since = next(unwell, 0.0)
+    calm = [time for time in times if since < time < done.time][-STEPS_BEFORE:]
+    during = [time for time in times if done.time <= time <= done.time + seconds]
+    if len(calm) >= 4:
+        found[DURING].append(round(len(during) / seconds / ((len(calm) - 1) / (calm[-1] - calm[0])), 2))
+    found[GAP].append(round(max(b - a for a, b in pairwise([done.time, *during, done.time + seconds])), 2))
+
+
+def _well(status: dict[str, Any]) -> bool:
+    return status["state"] == "running" and all(row["state"] == "healthy" for row in status["actors"])
 
 
 def _commits(status: dict[str, Any], name: str, before: int | None) -> bool:

@@ -29,13 +29,16 @@ from topology.runs import ENDED
 PATIENCE = 300.0  # seconds without what is waited for, and without a step
 PHASE = 3.0  # seconds that a phase is waited for; a run that recovers has none
 GONE = 30.0  # seconds after the end of a run until nothing of it may be left
-STEPS_A_FAULT = 12  # of the run: so many that the faults fall into it
-REWARDS = """
+STEPS_A_FAULT = 14  # of the run: so many that the faults fall into it
+THROUGH = "faults_are_through"  # a file
+REWARDS = f"""
 import time
+from pathlib import Path
 
 def slow(completions, **_):
     # A tiny model trains many steps while a process starts: this bounds how many.
-    time.sleep(0.1)
+    if not Path(__file__).with_name("{THROUGH}").exists():
+        time.sleep(0.3)
     return [float(len(set(text)) % 3) for text in completions]
 """
 PING = 8.0
@@ -145,6 +148,7 @@ class Player:
                 self._wait(lambda: self.seen.now["step"] >= 2, "the second step")
                 for fault in self.scenario.faults:
                     self._do(fault)
+                (self.folder / THROUGH).touch()
                 self._wait(lambda: self.seen.now["state"] in ENDED, "the end of the run")
             finally:
                 self.seen.close()

@@ -78,6 +78,7 @@ def scenario(seed: int, faults: int) -> Scenario:
 
 def _fault(draw: random.Random, deed: Deed, victim: str) -> Fault:
     calm = deed == "attach" or draw.random() < 0.5
-    return Fault(
-        deed, victim, draw.randrange(4), calm, draw.randint(1, 4), draw.choice(PHASES), round(draw.random(), 2)
-    )
+    which, steps = draw.randrange(4), draw.randint(1, 4)
+    if deed == "attach":
+        steps += 4  # to compare with
+    return Fault(deed, victim, which, calm, steps, draw.choice(PHASES), round(draw.random(), 2))
