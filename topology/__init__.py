@@ -2,7 +2,7 @@
 
 import topology
 run = topology.start("config.yaml")
-run.status(); run.wait(); run.stop()
+run.status(); run.attach("rollout"); run.wait(); run.stop()
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ __all__ = ["existing", "resume", "start"]
 
 
 def start(config: str, overrides: tuple[str, ...] = (), name: str | None = None) -> Any:
-    """Start a run from a YAML file; returns a `topology.launch.Run`."""
+    """Start a run from a YAML file; returns a `topology.run.Run`."""
     from topology import launch
 
     return launch.start(config, overrides, name)
 
 
 def resume(run_dir: str, overrides: tuple[str, ...] = ()) -> Any:
-    """Go on from the newest checkpoint of an ended run; returns a `topology.launch.Run`."""
+    """Go on from the newest checkpoint of an ended run; returns a `topology.run.Run`."""
     from topology import launch
 
     return launch.resume(run_dir, overrides)
 
 
 def existing(name: str) -> Any:
-    """The handle of a run by name or folder; returns a `topology.launch.Run`."""
-    from topology import launch
+    """The handle of a run by name or folder; returns a `topology.run.Run`."""
+    from topology.run import Run
     from topology.runs import existing_run
 
-    return launch.Run(existing_run(name))
+    return Run(existing_run(name))

@@ -56,12 +56,13 @@ def run(
     """
     interrupt_once()
     with errors():
-        from topology import launch
+        from topology.launch import launch
+        from topology.prepare import prepare
 
         with err.status("checking the config, preparing the model ..."):
-            prepared = launch.prepare(config, overrides or (), name)
+            prepared = prepare(config, overrides or (), name)
         with err.status(f"starting {len(prepared.plan.actors)} actors ..."):
-            started = launch.launch(prepared)
+            started = launch(prepared)
         _after_start(started, detach)
 
 
@@ -80,12 +81,12 @@ def resume(run_dir: Name, overrides: Overrides = None, detach: Detach = False) -
 @app.command()
 def plan(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
     """Show what would run, and whether it can; starts nothing."""
-    from topology import launch
+    from topology.prepare import prepare
     from topology.show import plan_as_dict, render_plan
 
     with errors():
         with err.status("checking the config ..."):
-            prepared = launch.prepare(config, overrides or ())
+            prepared = prepare(config, overrides or ())
         if as_json:
             print(json.dumps(plan_as_dict(prepared.plan)))
         else:
@@ -117,7 +118,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """State of a run, live or ended: actors, versions, buffer, staleness, rates, what it is bound by."""
-    from topology.launch import Run
+    from topology.run import Run
 
     with errors():
         found = Run(existing_run(name))
@@ -164,7 +165,7 @@ def stop(
     name: Name, now: Annotated[bool, typer.Option("--now", help="Do not finish the step, write no checkpoint.")] = False
 ) -> None:
     """Finish the step, write a checkpoint, stop; leaves no actor behind."""
-    from topology.launch import Run
+    from topology.run import Run
 
     with errors():
         found = Run(existing_run(name))
@@ -188,7 +189,7 @@ def attach(
 ) -> None:
     """Add makers to a live run; they work when this returns."""
     from topology.config import load_maker
-    from topology.launch import Run
+    from topology.run import Run
 
     with errors():
         section = None if maker is None else load_maker(maker)
@@ -205,7 +206,7 @@ def detach(
     now: Annotated[bool, typer.Option("--now", help="Do not finish its rows: others make them again.")] = False,
 ) -> None:
     """Take one maker out of a live run; loses no row."""
-    from topology.launch import Run
+    from topology.run import Run
 
     with errors():
         found = Run(existing_run(name))
@@ -217,7 +218,7 @@ def detach(
 @app.command()
 def checkpoint(name: Name) -> None:
     """Write a checkpoint at the end of the present step; the run goes on."""
-    from topology.launch import Run
+    from topology.run import Run
 
     with errors():
         found = Run(existing_run(name))

@@ -19,6 +19,7 @@ from topology.keeper import cluster_environment
 from topology.runs import RunError, RunFolder
 
 HOST_AND_PORT = r"[^/]+:\d+"
+CONNECT = 60.0  # seconds to reach a cluster, and for one call to a supervisor
 KNOCK = 5.0  # seconds a head has to accept a connection
 OWN = "local"  # how Ray's own tools write it
 

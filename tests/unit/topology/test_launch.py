@@ -9,8 +9,9 @@ import pytest
 from tests.command_line import TINY
 from tests.unit.topology.test_shipped_configs import LAPTOP, MODELS
 from topology.config import ConfigError, load_config
-from topology.launch import Prepared, launch
+from topology.launch import launch
 from topology.plan import make_plan
+from topology.prepare import Prepared
 
 
 def test_a_run_folder_in_the_temporary_copy_of_a_jobs_code_is_refused(tmp_path: Path) -> None:
