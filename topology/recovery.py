@@ -76,9 +76,8 @@ class Recovery:
         )
 
     async def _without_maker(self, member: Member, cause: str, pause: float | None) -> None:
-        if member.attached_to is self._crew.buffer.handle:
-            with suppress(RunFailed):  # it dies too; its successor does not know this maker
-                await self._crew.ask(self._crew.buffer, "maker_died", member.name, cause)
+        with suppress(RunFailed):  # the buffer dies too; or it is told when the maker comes back
+            await self._crew.ask(self._crew.buffer, "maker_died", member.name, cause)
         if pause is None:
             told = self._given_up(member, cause)
             if self._run.config.limits.restarts == 0 or not self._others_fill(self._stage(member)):
@@ -111,6 +110,9 @@ class Recovery:
     async def _maker_again(self, member: Member) -> None:
         await self._crew.start_maker(member)
         await self.there(self._crew.buffer)
+        await self._crew.ask(
+            self._crew.buffer, "maker_died", member.name, str(member.life.cause)
+        )  # if it knows that one
         await self._crew.attach(member)
 
     async def _buffer_again(self, buffer: Member) -> None:
