@@ -124,7 +124,7 @@ async def actors(makers: int, folder: Path) -> AsyncIterator[tuple[Peer, Any]]:
                 needs = () if stage == "rollout" else ("rollout",)
                 info = MakerInfo(f"maker/{stage}/{number}", "custom", stage, needs, slots)
                 await caller.attach_hosted.remote(info, labels[number % hosts])
-        await caller.published.remote(0)
+        await caller.published.remote(0, 0)
         await caller.bare_start.remote(list(zip(*names.values(), strict=True)), 2 * GROUPS)
         yield Peer("buffer", namespace_of(name)), caller
     finally:
