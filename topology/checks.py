@@ -206,13 +206,15 @@ def _check_buffer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 
 
 def _check_cluster(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    cluster = config.cluster
-    unread = [key for key in ("cpus", "gpus") if getattr(cluster, key) is not None]
-    if cluster.address is not None and unread:
-        yield (
-            f"cluster.{unread[0]}: read only for a cluster of the run's own, but cluster.address is {cluster.address}: "
-            "remove one of the two"
-        )
+    if config.cluster.address is not None:
+        yield from unread_sizes(config, f"cluster.address is {config.cluster.address}")
+
+
+def unread_sizes(config: RunConfig, joins: str) -> Iterator[str]:
+    """How large a cluster of the run's own is to be is read by nobody where the run joins another; `joins` says why it does."""
+    unread = [key for key in ("cpus", "gpus") if getattr(config.cluster, key) is not None]
+    if unread:
+        yield f"cluster.{unread[0]}: read only for a cluster of the run's own, but {joins}: remove one of the two"
 
 
 def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:

@@ -70,7 +70,6 @@ class Crew:
         self._in_turns = makers_in_turns(self.config)
         self._buckets: int | None = None  # of one version of the weights
         self._attaching = asyncio.Lock()
-        self.unreserved: set[str] = set()  # makers that came later, whose CPUs nobody counts
 
     # --- who there is -------------------------------------------------------------------------------------------------
 
@@ -157,8 +156,6 @@ class Crew:
 
     def _create(self, planned: PlannedActor) -> Any:
         resources = Resources(cpus=0) if planned.name in self._sharers else planned.resources
-        if planned.name in self.unreserved:
-            resources = resources.model_copy(update={"cpus": 0.0})
         options: dict[str, Any] = {
             "name": planned.name,
             "namespace": self.identity.namespace,

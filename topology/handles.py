@@ -65,6 +65,11 @@ def death_cause(error: RayError) -> str:
     return lines[0]
 
 
+async def answer_of(reference: Awaitable[T]) -> T:
+    """As a coroutine, which a task can be made of."""
+    return await reference
+
+
 class Peer:
     """A named actor of the run, for calls that bear being made twice.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from topology.checks import unread_sizes
 from topology.config import ConfigError, RunConfig
 from topology.interrupts import kept_sigterm
 from topology.keeper import cluster_environment
@@ -39,11 +40,8 @@ def cluster_address(config: RunConfig) -> str | None:
             f"{key}: {address!r} is not the address of a cluster: give host:port of its head, as `ray start --head` prints "
             f"it, or {'unset it' if key == 'RAY_ADDRESS' else 'leave it out'}, and the run starts a cluster of its own"
         )
-    unread = [name for name in ("cpus", "gpus") if getattr(config.cluster, name) is not None]
-    if unread:
-        raise ConfigError(
-            f"cluster.{unread[0]}: read only for a cluster of the run's own, but {key} is {address}: remove one of the two"
-        )
+    for problem in unread_sizes(config, f"{key} is {address}"):
+        raise ConfigError(problem)
     return address
 
 

@@ -92,11 +92,10 @@ def snapshot(
 
 
 def threads_of(config: RunConfig, planned: PlannedActor) -> int:
-    """CPU threads of an actor: its engine's or backend's own setting, else the CPUs it asks for."""
+    """CPU threads of an actor: its engine's or backend's own setting, else the CPUs it asks for, reserved or not."""
     if planned.kind == "rank":
         return config.trainers[role_of(planned.name)].threads
-    own = None
     if planned.kind == "maker":
         maker = config.makers[planned.name.split("/")[1]]
-        own = getattr(getattr(maker, "engine", maker), "threads", None)
-    return planned.resources.threads(own)
+        return maker.resources.threads(getattr(getattr(maker, "engine", maker), "threads", None))
+    return planned.resources.threads(None)

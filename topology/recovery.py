@@ -28,7 +28,7 @@ from topology.handles import ActorLost, call
 from topology.lifecycle import NotAllowed
 from topology.members import Member
 from topology.roles import stage_of, stages_of
-from topology.shifts import own_bundle, planned_maker
+from topology.shifts import own_bundle
 from trainers.checkpoints import CheckpointError, find_latest
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class Recovery:
         names = set(crew.names_there())
         planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
         known = [name for name in sorted(names - planned.keys()) if group_of(name) in crew.config.makers]
-        added = [planned_maker(crew.config, name) for name in known]  # others were just being attached
+        added = [run.shifts.planned(name) for name in known]  # others were just being attached
         run.placement.adopt([*run.plan.groups, *map(own_bundle, added)])
         for actor in (*planned.values(), *added):
             if actor.name in names or not self._was_detached(actor, status):

@@ -49,7 +49,7 @@ class Shifts:
             members: list[Member] = []
             try:
                 for name in names:
-                    members.append(await self._enlist(planned_maker(after, name)))
+                    members.append(await self._enlist(self.planned(name)))
                 await asyncio.gather(*(self._join(member) for member in members))
             except BaseException:
                 crew.config = before
@@ -63,14 +63,9 @@ class Shifts:
 
     async def _enlist(self, planned: PlannedActor) -> Member:
         crew = self._crew
-        if not self._cpus_are_counted():
-            crew.unreserved.add(planned.name)
-            planned_group = own_bundle(planned, without_cpus=True)
-        else:
-            planned_group = own_bundle(planned)
-        if crew.placement.strategy(planned.name) is None and asked(planned_group.bundles[0].resources):
+        if crew.placement.strategy(planned.name) is None and asked(planned.resources):
             try:
-                await crew.placement.add(planned_group)
+                await crew.placement.add(own_bundle(planned))
             except CannotPlace as error:
                 raise ConfigError(str(error)) from None
         member = crew.enlist(planned)
@@ -78,10 +73,15 @@ class Shifts:
         crew.make(member)
         return member
 
-    def _cpus_are_counted(self) -> bool:
-        """A cluster of the run's own offers as many CPUs as the run asks for, unless it was told how many."""
+    def planned(self, name: str) -> PlannedActor:
+        """A maker that the plan did not have. A cluster of the run's own counts no CPUs for it, unless it was told how many
+        there are: it offers as many as the run asks for."""
+        config = self._crew.config
+        resources: Resources = config.makers[group_of(name)].resources
         own = read_json(self._run.folder.cluster_file)["keeper"] is not None
-        return not own or self._crew.config.cluster.cpus is not None
+        if own and config.cluster.cpus is None:
+            resources = resources.model_copy(update={"cpus": 0.0})
+        return PlannedActor(name, "maker", resources, 0.0)
 
     async def _join(self, member: Member) -> None:
         crew = self._crew
@@ -160,7 +160,6 @@ class Shifts:
         self._crew.end(member)
         member.life.end()
         self._crew.members.pop(member.name, None)
-        self._crew.unreserved.discard(member.name)
         self._crew.placement.free(member.name)
 
     def _require_running(self, what: str) -> None:
@@ -174,14 +173,6 @@ class Shifts:
             log.warning("config.yaml was not written: %s", error)
 
 
-def planned_maker(config: RunConfig, name: str) -> PlannedActor:
-    """A maker that the plan did not have."""
-    return PlannedActor(name, "maker", config.makers[group_of(name)].resources, 0.0)
-
-
-def own_bundle(actor: PlannedActor, without_cpus: bool = False) -> BundleGroup:
+def own_bundle(actor: PlannedActor) -> BundleGroup:
     """What is reserved for one maker that comes later."""
-    resources: Resources = actor.resources
-    if without_cpus:
-        resources = resources.model_copy(update={"cpus": 0.0})
-    return BundleGroup(actor.name, "pack", (Bundle(resources, (actor.name,)),))
+    return BundleGroup(actor.name, "pack", (Bundle(actor.resources, (actor.name,)),))

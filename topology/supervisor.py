@@ -20,7 +20,7 @@ import ray
 
 from topology.actors import Identity, Shell
 from topology.crew import Crew, Origin, RunFailed, one_line
-from topology.handles import FOREVER, call
+from topology.handles import FOREVER, answer_of, call
 from topology.members import Member, snapshot
 from topology.placement import CannotPlace, Placement, release
 from topology.plan import Plan
@@ -150,7 +150,9 @@ class Supervisor(Shell):
             await self.recovery.restart_training()
         while True:
             trainer = self.crew.trainer
-            self.training = asyncio.ensure_future(_answer(trainer.handle.run.remote()))  # waits in there have deadlines
+            self.training = asyncio.ensure_future(
+                answer_of(trainer.handle.run.remote())
+            )  # waits in there have deadlines
             self.training.add_done_callback(_look_at)
             lost = asyncio.ensure_future(self.recovery.training_lost())
             await asyncio.wait({self.training, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -309,10 +311,6 @@ class Supervisor(Shell):
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a task of the supervisor failed", exc_info=error)
             self.fail(f"supervisor: {type(error).__name__}: {error}")
-
-
-async def _answer(reference: Any) -> Any:
-    return await reference
 
 
 def _look_at(call: asyncio.Future[Any]) -> None:

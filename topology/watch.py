@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from topology.crew import one_line
-from topology.handles import call
+from topology.handles import answer_of, call
 from topology.members import Member
 
 log = logging.getLogger("supervisor")
@@ -45,7 +45,7 @@ class Watch:
         half = self._limit / 2
         try:
             while True:
-                answer = asyncio.ensure_future(_answer(handle.ping.remote()))
+                answer = asyncio.ensure_future(answer_of(handle.ping.remote()))
                 try:
                     if not await self._answered(member, answer, half):
                         cause = f"{member.name}: hung, no answer for limits.ping = {self._limit:g} s"
@@ -76,7 +76,3 @@ class Watch:
     def _tell(self, member: Member, handle: Any, cause: str) -> None:
         if member.handle is handle:
             self._on_end(member, cause)
-
-
-async def _answer(reference: Any) -> Any:
-    return await reference
