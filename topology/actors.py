@@ -25,9 +25,11 @@ from buffer.records import InfraFailure, MakerInfo, Prompt, SampledRow
 from topology.config import RunConfig
 from topology.handles import NotReady, Peer, RayExporter, RayMaker, RayWeightClient
 from topology.names import log_file, namespace_of
+from topology.oversight import oversee
 from topology.placement import release
 from topology.runs import RunError, RunFolder, read_json, write_json
 from topology.wire import pack_produced, unpack_lease
+from trainers.recorder import append_event
 
 if TYPE_CHECKING:
     from buffer.buffer import Buffer, Cut
@@ -205,6 +207,18 @@ class BufferActor(Shell):
         else:
             buffer.save()
         self._started_buffer, self.started = buffer, True
+        self._oversight = asyncio.ensure_future(
+            oversee(lambda: self.actor("supervisor"), self._end_supervisor, self._adoptable)
+        )
+
+    def _adoptable(self) -> bool:
+        status = read_json(RunFolder(Path(self.identity.folder)).status_file)
+        return status is not None and status["state"] in ("running", "waiting")
+
+    def _end_supervisor(self, supervisor: Any, cause: str) -> None:
+        """Ray starts another, which adopts the run."""
+        ray.kill(supervisor, no_restart=False)
+        append_event(RunFolder(Path(self.identity.folder)).events, "death", actor="supervisor", cause=cause)
 
     @property
     def _buffer(self) -> Buffer:

@@ -2,9 +2,8 @@
 
 A cluster started inside the command would die with it. This process outlives the command, and guarantees that the
 cluster does not outlive the run: it ends the cluster (and every process below it, by id) when the run has ended, when
-the supervisor has been silent for `SILENCE` seconds, or when it is told to (SIGTERM). A supervisor that hangs is killed
-before that, after `HUNG` seconds, and Ray starts another. When the keeper is killed itself, the kernel ends the head
-process with it.
+the supervisor has been silent for `SILENCE` seconds, or when it is told to (SIGTERM). When the keeper is killed itself,
+the kernel ends the head process with it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from topology.runs import ENDED, HUNG, SILENCE, RunFolder, process_alive, read_json, write_json
-from trainers.recorder import append_event
+from topology.runs import ENDED, SILENCE, RunFolder, read_json, write_json
 
 GRACE = 2.0  # seconds between the run's last word and the end of its cluster: readers of actors finish
 HEAD_START = 120.0  # seconds a cluster may take to start; Ray gives up after 30 s, a busy machine needs another try
@@ -123,7 +120,7 @@ class Keeper:
 
     def _watch(self, head: subprocess.Popen[bytes]) -> str | None:
         """Wait for the end of the run, of the head, or of the supervisor's patience; the cause if it is a failure."""
-        since, killed = time.time(), None
+        since = time.time()
         while not self.told_to_stop.wait(0.5):
             status = read_json(self.folder.status_file)
             if status is not None and status["state"] in ENDED:
@@ -135,18 +132,7 @@ class Keeper:
             silent = time.time() - max(last, since)
             if silent > SILENCE:
                 return f"the supervisor has been silent for {SILENCE:.0f} s: see logs/supervisor.log"
-            if silent > HUNG and status is not None and status.get("supervisor") not in (None, killed):
-                killed = status["supervisor"]
-                self._end_hung(status)
         return None
-
-    def _end_hung(self, status: dict[str, Any]) -> None:
-        """Ray starts another in its place, which adopts the run. While a run starts or drains it could not."""
-        supervisor = status["supervisor"]
-        if status["state"] in ("running", "waiting") and process_alive(supervisor["pid"], supervisor["started"]):
-            os.kill(supervisor["pid"], signal.SIGKILL)
-            cause = f"supervisor: hung, no status for {HUNG:.0f} s"
-            append_event(self.folder.events, "death", actor="supervisor", cause=cause)
 
     def _write_failure(self, cause: str) -> None:
         status = read_json(self.folder.status_file) or {

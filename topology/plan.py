@@ -92,10 +92,11 @@ def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelIn
         PlannedActor("weights", "weights", service, RUNTIME_GIB["service"]),
     ]
     for role, trainer in config.trainers.items():
-        memory = _rank_memory(config, role, model)
         kind = "trainer" if role == POLICY else "critic"
         actors.append(PlannedActor(f"trainer/{role}", kind, service, RUNTIME_GIB["service"]))
-        actors += [PlannedActor(name, "rank", trainer.resources, *memory) for name in rank_names(role, trainer)]
+        for index, name in enumerate(rank_names(role, trainer)):
+            memory = _rank_memory(config, role, model, index)
+            actors.append(PlannedActor(name, "rank", trainer.resources, *memory))
     for group, maker in config.makers.items():
         memory = _maker_memory(maker, own_models.get(group, model))
         actors += [PlannedActor(name, "maker", maker.resources, *memory) for name in maker_names(group, maker)]
@@ -177,8 +178,9 @@ def _idle_gpus(plan: Plan, capacity: Capacity) -> Iterator[str]:
         )
 
 
-def _rank_memory(config: RunConfig, role: str, model: ModelInfo) -> tuple[float, float]:
-    """Of a rank's part: parameters now and of past versions, gradients, main parameters and two moments; activations.
+def _rank_memory(config: RunConfig, role: str, model: ModelInfo, index: int) -> tuple[float, float]:
+    """Of a rank's part: parameters now and of past versions, gradients, main parameters and two moments; activations; and
+    of one rank for each part the copy that a checkpoint is written from.
 
     In GiB, on the host and on its GPU. With GPUs the state is there, and on the host too where it makes room for makers.
     """
@@ -192,9 +194,20 @@ def _rank_memory(config: RunConfig, role: str, model: ModelInfo) -> tuple[float,
     own = model.parameters / parts / GIB
     states = own * (width * (1 + past) + 4 + 12 / sharers)
     activations = backend.micro_batch_tokens * model.layers * model.hidden * 34 * width / 2 / parts / GIB
+    host = RUNTIME_GIB["rank"] + (own * (width + 12) if _stages(config, role, index) else 0.0)
     if not trainer.resources.gpus:
-        return RUNTIME_GIB["rank"] + states + activations, 0.0
-    return RUNTIME_GIB["rank"] + (states if role in trainers_in_turns(config) else 0.0), states + activations
+        return host + states + activations, 0.0
+    return host + (states if role in trainers_in_turns(config) else 0.0), states + activations
+
+
+def _stages(config: RunConfig, role: str, index: int) -> bool:
+    """Whether the rank copies state for checkpoints: of the replicas of a part only the first does."""
+    backend = config.trainers[role].backend
+    if config.checkpoint.every is None and not config.checkpoint.at_end:
+        return False
+    if not isinstance(backend, MegatronBackend):
+        return True
+    return index // backend.tensor_parallel % (backend.context_parallel * backend.data_parallel) == 0
 
 
 def _maker_memory(maker: MakerConfig, model: ModelInfo) -> tuple[float, float]:

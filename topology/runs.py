@@ -23,9 +23,7 @@ from topology.config import RUN_NAME, RUN_NAME_IN_WORDS, ConfigError
 ENDED = ("done", "failed", "stopped")
 RUNS = "TANDEM_RUNS"  # the variable that names the folder of all run folders; without it `runs`, here
 JOB_CODE = "working_dir_files"  # the folder into which Ray unpacks the code that a job brought
-HUNG = (
-    30.0  # seconds without a status after which the supervisor of a run that runs is killed, so that another is started
-)
+HUNG = 30.0  # seconds without an answer after which the supervisor of a run that runs is killed: Ray starts another
 SILENCE = 120.0  # seconds without a status after which a supervisor is taken for dead
 LINE_BYTES = 4096  # more than a metrics object takes
 

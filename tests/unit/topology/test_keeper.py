@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 from topology.keeper import ADDRESS, Keeper
@@ -42,25 +40,3 @@ def test_a_head_that_gives_up_while_it_starts_is_started_again(tmp_path: Path, m
     assert tries.read_text() == "xx"
     assert read_json(folder.status_file) == {"state": "done"}
     assert not keeper.temporary.exists()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(("state", "ended"), [("running", True), ("draining", False)])
-def test_a_supervisor_that_hangs_is_killed_once_while_the_run_can_be_adopted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, ended: bool
-) -> None:
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("topology.keeper.HUNG", 0.5)
-    monkeypatch.setattr("topology.keeper.SILENCE", 2.5)
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    with subprocess.Popen(["sleep", "60"]) as supervisor, subprocess.Popen(["sleep", "60"]) as head:
-        started = psutil.Process(supervisor.pid).create_time()
-        write_json(folder.status_file, {"state": state, "supervisor": {"pid": supervisor.pid, "started": started}})
-        cause = Keeper(folder, 1, None, 1)._watch(head)
-        head.kill()
-        assert (supervisor.poll() is not None) == ended
-        supervisor.kill()
-    assert cause is not None
-    assert "silent for 2 s" in cause
-    assert folder.events.exists() == ended

@@ -298,6 +298,17 @@ def test_a_reference_counts_with_its_own_model_or_the_runs() -> None:
     assert seen == pytest.approx([0.7 + 0.50 + 0.19, 0.7 + 3.73 + 0.19], abs=0.01)
 
 
+def test_the_first_replica_of_each_part_of_a_trainer_counts_the_copy_that_checkpoints_are_written_from() -> None:
+    layout = (f"{BACKEND}.tensor_parallel=3", f"{BACKEND}.data_parallel=2", f"{BACKEND}.pipeline_parallel=2")
+    memory = []
+    for saving in ("true", "false"):
+        plan = make_plan(demo(*layout, f"checkpoint.at_end={saving}", "checkpoint.every=null"), SMOL, ROOMY)
+        memory.append([actor.memory_gib for actor in plan.named("rank")])
+    copies = [saving - without for saving, without in zip(*memory, strict=True)]
+    copy = SMOL.parameters / 6 * 14 / 2**30  # bfloat16, and float32 main parameters and two moments
+    assert copies == pytest.approx([copy] * 3 + [0.0] * 3 + [copy] * 3 + [0.0] * 3)
+
+
 @pytest.mark.parametrize(
     ("overrides", "nodes", "message"),
     [

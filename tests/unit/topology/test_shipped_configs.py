@@ -14,7 +14,7 @@ from topology.plan import Plan, make_plan
 
 LAPTOP = Capacity("this machine", (Node("laptop", cpus=float("inf"), gpus=0, memory_gib=16),))
 ONE_NODE = Capacity("this machine", (Node("a", cpus=64, gpus=8, memory_gib=512),))
-TWO_NODES = Capacity("the cluster at head:6379", tuple(Node(name, 64, 8, 512) for name in ("a", "b")))
+TWO_NODES = Capacity("the cluster at head:6379", tuple(Node(name, 64, 8, 1024) for name in ("a", "b")))
 ON_GPUS = {"separate": ONE_NODE, "8m1t-two-nodes": TWO_NODES, "tp-pp-two-nodes": TWO_NODES}
 
 
