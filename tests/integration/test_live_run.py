@@ -189,6 +189,17 @@ def test_a_trainer_that_is_killed_goes_on_from_the_last_checkpoint_while_the_mak
     assert recorded(run)["versions"]["trainer"] > newest["version"]
 
 
+def test_a_maker_is_attached_while_training_is_down(folder: Path, run: Path) -> None:
+    restarts = len(told(folder, "restart", actor="training"))
+    kill(run, "trainer/policy/rank/0")
+    wait_for(lambda: (actor(run, "trainer/policy") or {})["state"] != "healthy", 20, "training that is down")
+    done = tandem(folder, "attach", "tiny", "reward")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "attached to run tiny: maker/reward/1\n"
+    wait_for(lambda: len(told(folder, "restart", actor="training")) > restarts, 90, "the end of the restart")
+    wait_for(lambda: (actor(run, "maker/reward/1") or {}).get("committed"), 30, "a row of the newcomer")
+
+
 def test_a_run_without_a_maker_of_some_stage_waits_says_so_and_goes_on_when_one_comes(folder: Path, run: Path) -> None:
     for name in ("maker/rollout/1", "maker/short/0"):
         assert tandem(folder, "detach", "tiny", name, "--now").returncode == 0
