@@ -116,6 +116,7 @@ class VllmCore:
         """Enter a group. Raises ValueError when vLLM refuses it, and then none of it has entered."""
         if self.quarantined is not None:
             raise InfraFailure(f"engine is quarantined: {self.quarantined}")
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import TokensPrompt
 
         entered: list[str] = []
@@ -127,8 +128,10 @@ class VllmCore:
                 self._engine.add_request(name, prompt, _sampling_params(request, seed))
                 entered.append(name)
                 self._owner[name] = (group, index)
-        except BaseException:
+        except BaseException as error:
             self._forget(entered)
+            if isinstance(error, VLLMClientError):  # which is no ValueError
+                raise ValueError(str(error)) from error
             raise
         self._groups[group] = _Group(request, entered)
 

@@ -347,6 +347,16 @@ def test_a_cancelled_group_leaves_the_engine_free(engine):
     asyncio.run(scenario())
 
 
+def test_a_request_that_vllm_refuses_costs_the_engine_nothing(engine):
+    async def scenario():
+        await load(engine)
+        with pytest.raises(ValueError, match="900"):  # of a vocabulary of 320
+            await engine.generate(request(prompt=[5, 900]))
+        assert len(await engine.generate(request())) == 4
+
+    asyncio.run(scenario())
+
+
 def test_a_row_comes_back_as_valid_columns_of_its_own_samples(engine):
     async def scenario():
         publisher, version = Publisher(), engine.version + 1
