@@ -6,14 +6,14 @@ Guarantees: the same rows give the same plan; a masked sample has advantage 0 an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from buffer.records import SampledRow
 from trainers.algorithms.advantages import checked_rewards, group_advantages
 from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
-from trainers.config import ClippedPolicy, Grpo, Ppo, TrainerConfig
+from trainers.config import ClippedPolicy, Dpo, Grpo, Ppo, Sft, TrainerConfig
 from trainers.estimates import Estimates, estimate
 
 LENGTH = 1  # finish reason of a sample that hit its token budget
@@ -30,6 +30,11 @@ class Batch:
     @property
     def row_ids(self) -> list[int]:
         return [row.row_id for row in self.rows]
+
+    @property
+    def scored(self) -> bool:
+        """Whether its rows have rewards."""
+        return "reward" in self.columns[0]
 
     @property
     def rewards(self) -> list[np.ndarray]:
@@ -88,6 +93,8 @@ class StepPlanner:
         algorithm, backend = self._config.algorithm, self._config.backend
         grpo = algorithm if isinstance(algorithm, Grpo) else None
         masks = self.masks(batch)
+        if isinstance(algorithm, Sft | Dpo):
+            return self._supervised(batch, step, version, whole_rows=algorithm.pairs)
         if advantages is None:
             scale = grpo is None or grpo.scale_rewards
             advantages = [
@@ -107,6 +114,29 @@ class StepPlanner:
             minibatches=self._config.minibatches,
             skip_zero_advantage=grpo is not None and grpo.proportional_to_advantage,
         )
+
+    def _supervised(self, batch: Batch, step: int, version: int | None, *, whole_rows: bool) -> StepPlan:
+        """Of rows without rewards: their tokens say what is right."""
+        backend = self._config.backend
+        plan = plan_step(
+            step=step,
+            version=version,
+            shapes=[RowShape.of(columns["rollout"]) for columns in batch.columns],
+            advantages=[np.zeros(mask.size, np.float32) for mask in self.masks(batch)],
+            masks=self.masks(batch),
+            max_response_tokens=self._max_response_tokens,
+            micro_batch_tokens=backend.micro_batch_tokens,
+            share_prompt=backend.share_prompt,
+            data_parallel=backend.data_parallel,
+            minibatches=self._config.minibatches,
+            whole_rows=whole_rows,
+        )
+        return replace(plan, labels=reference_labels(batch)) if "reference" in self._config.stages else plan
+
+
+def reference_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
+    """Labels of the plan: what a reference maker says of each token."""
+    return {"reference": tuple(columns["reference"]["reference_logprobs"] for columns in batch.columns)}
 
 
 def _of_row(batch: Batch, index: int, work: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 
 from trainers.algorithms.base import Algorithm
+from trainers.algorithms.dpo import DpoLoss
 from trainers.algorithms.grpo import GrpoLoss
 from trainers.algorithms.ppo import ClippedLoss, ValueLoss
-from trainers.config import CustomAlgorithm, Grpo, Ppo, ValueRegression
+from trainers.algorithms.sft import CrossEntropy
+from trainers.config import CustomAlgorithm, Dpo, Grpo, Ppo, Sft, ValueRegression
 
 
-def build_algorithm(config: Grpo | Ppo | ValueRegression | CustomAlgorithm) -> Algorithm:
+def build_algorithm(config: Grpo | Ppo | Sft | Dpo | ValueRegression | CustomAlgorithm) -> Algorithm:
     """Raises ValueError when a dotted path leads nowhere or to something that is no algorithm."""
     if isinstance(config, Grpo):
         return GrpoLoss(config)
@@ -18,6 +20,10 @@ def build_algorithm(config: Grpo | Ppo | ValueRegression | CustomAlgorithm) -> A
         return ClippedLoss(config)
     if isinstance(config, ValueRegression):
         return ValueLoss(config)
+    if isinstance(config, Sft):
+        return CrossEntropy(config)
+    if isinstance(config, Dpo):
+        return DpoLoss(config)
     module, _, name = config.type.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
