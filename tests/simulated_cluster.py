@@ -59,7 +59,9 @@ def simulated_cluster(nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[Simula
 
     temporary = tempfile.mkdtemp(prefix="tandem-")  # short: paths of Unix sockets may have 107 characters
     head, *others = nodes
-    with mock.patch.dict(os.environ, ENVIRONMENT):
+    # Ray's Cluster writes its address below the default folder too, which nobody has made on a fresh machine.
+    os.mkdir(os.path.join(temporary, "ray"))
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, "RAY_TMPDIR": temporary}):
         cluster = Cluster(
             initialize_head=True,
             head_node_args={

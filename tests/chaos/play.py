@@ -29,7 +29,7 @@ from topology.runs import ENDED
 PATIENCE = 300.0  # seconds without what is waited for, and without a step
 PHASE = 3.0  # seconds that a phase is waited for; a run that recovers has none
 GONE = 30.0  # seconds after the end of a run until nothing of it may be left
-STEPS_A_FAULT = 14  # of the run: so many that the faults fall into it
+STEPS_A_FAULT = 20  # of the run: so many that the faults fall into it, while a hung supervisor is waited for too
 THROUGH = "faults_are_through"  # a file
 REWARDS = f"""
 import time
