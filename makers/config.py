@@ -177,6 +177,10 @@ class ReferenceMaker(MakerGroup):
     kind: Literal["reference"]
     resources: Resources = Resources()
     model: ModelConfig | None = Field(None, description="null: the run's own model, with the weights it starts from.")
+    engine: VllmEngine | None = Field(
+        None,
+        description="null: transformers computes them. vLLM: for samples drawn at temperature 1; `dtype` is its own.",
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     micro_batch_tokens: int = Field(
         4096, ge=1, description="Response tokens, padded, of one forward pass; a longer sample goes alone."
@@ -187,6 +191,24 @@ class ReferenceMaker(MakerGroup):
     @property
     def cpu_threads(self) -> int:
         return self.resources.threads(self.threads)
+
+
+class TeacherMaker(MakerGroup):
+    """What a teacher thinks of each sampled token: its K likeliest tokens with their log-probs, and that of the token itself."""
+
+    kind: Literal["teacher"]
+    resources: Resources = Resources()
+    model: ModelConfig | None = Field(None, description="null: the run's own model, with the weights it starts from.")
+    engine: VllmEngine = VllmEngine()
+    top_k: int | None = Field(
+        64,
+        ge=0,
+        description="Likeliest tokens kept of each distribution; null, all of them: with a colocated teacher only.",
+    )
+    micro_batch_tokens: int = Field(
+        1024, ge=1, description="Tokens of one step of the engine, prompts included: bounds the memory of their logits."
+    )
+    slots: int = Field(8, ge=1, description="Rows scored at once by one maker.")
 
 
 class CustomMaker(MakerGroup):
@@ -206,6 +228,7 @@ MakerConfig = Annotated[
     Annotated[RolloutMaker, Tag("rollout")]
     | Annotated[RewardMaker, Tag("reward")]
     | Annotated[ReferenceMaker, Tag("reference")]
+    | Annotated[TeacherMaker, Tag("teacher")]
     | Annotated[CustomMaker, Tag("custom")],
     Discriminator(_maker_tag),
 ]

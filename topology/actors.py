@@ -301,14 +301,20 @@ class MakerActor(Shell):
         from topology.bundles import makers_in_turns
         from topology.models import resolve_model
         from topology.roles import model_of, stage_of
+        from topology.vocabulary import difference
 
         _, group, index = self.identity.name.split("/")
         config = self.config.makers[group]
         own = model_of(config)
+        folder = self.identity.model_path if own is None else str(resolve_model(own.path))
+        if other := difference(
+            Path(self.identity.model_path), Path(folder)
+        ):  # one that is attached is checked here only
+            raise ValueError(f"makers.{group}.model.path: {other}: it would score other tokens")
         self._maker = build_maker(
             config,
             name=self.identity.name,
-            model_path=self.identity.model_path if own is None else str(resolve_model(own.path)),
+            model_path=folder,
             weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout),
             seed=self.config.seed + int(index),
             sleeps=self.identity.name in makers_in_turns(self.config),

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 
-from makers.config import MakerConfig, ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
+from makers.config import MakerConfig, ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
 from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
-from topology.roles import POLICY, stages_of
+from topology.roles import POLICY, model_of, stages_of
+from topology.scoring_checks import check_references, check_scoring, check_teachers, scoring_engine
 from trainers.config import MegatronBackend, Ppo
 from trainers.parallel import unsupported
 
@@ -102,9 +103,11 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 "groups, whichever is free: give both the same functions, put all of them into one group, or give the groups "
                 "a `route` each, with no value in common"
             )
-    references = {group: maker for group, maker in config.makers.items() if isinstance(maker, ReferenceMaker)}
-    for first, second in _rivals(references):
-        if _frozen(references[first]) != _frozen(references[second]):
+    for kind in (ReferenceMaker, TeacherMaker):
+        frozen = {group: maker for group, maker in config.makers.items() if isinstance(maker, kind)}
+        for first, second in _rivals(frozen):
+            if _frozen(frozen[first]) == _frozen(frozen[second]):
+                continue
             yield (
                 f"makers.{second}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
                 "groups, whichever is free: give both the same, or a `route` each, with no value in common"
@@ -137,10 +140,17 @@ def _rivals(groups: Mapping[str, MakerConfig]) -> Iterator[tuple[str, str]]:
 
 
 def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """Of makers with the run's model; `check_own_models` sees to the others."""
     for group, maker in config.makers.items():
-        if not isinstance(maker, RolloutMaker):
-            continue
-        engine, gpus = maker.engine, maker.resources.gpus
+        if model_of(maker) is None:
+            yield from _check_engine(group, maker, model)
+            yield from check_scoring(config, group, model)
+
+
+def _check_engine(group: str, maker: MakerConfig, model: ModelInfo) -> Iterator[str]:
+    engine = maker.engine if isinstance(maker, RolloutMaker) else scoring_engine(maker)
+    if engine is not None:
+        gpus = maker.resources.gpus
         tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
         columns = model.expert_intermediate if model.experts else model.intermediate
         for what, count in (("attention heads", model.heads), ("intermediate columns", columns)):
@@ -164,8 +174,12 @@ def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
-def _frozen(maker: ReferenceMaker) -> tuple[ModelConfig | None, str]:
-    return maker.model, maker.dtype
+def _frozen(maker: ReferenceMaker | TeacherMaker) -> tuple[ModelConfig | None, str]:
+    if isinstance(maker, ReferenceMaker) and maker.engine is None:
+        return maker.model, maker.dtype
+    engine = scoring_engine(maker)
+    assert engine is not None, "transformers is what a reference without an engine has"
+    return maker.model, engine.dtype
 
 
 def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -234,6 +248,10 @@ def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> Iterator[str]:
     """A maker with a model of its own must be able to take every row that the rollout makers make."""
     for group, own in own_models.items():
+        yield from _check_engine(group, config.makers[group], own)
+        yield from check_scoring(config, group, own)
+        if scoring_engine(config.makers[group]) is not None:
+            continue  # its engine says how much it takes
         for rollout, maker in config.makers.items():
             if isinstance(maker, RolloutMaker) and 0 < own.max_positions < maker.engine.max_model_len:
                 yield (
@@ -255,5 +273,7 @@ CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_buffer,
     _check_cluster,
     _check_evaluation,
+    check_teachers,
+    check_references,
     *PLACEMENT_CHECKS,
 )

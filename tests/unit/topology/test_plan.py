@@ -270,6 +270,57 @@ def test_groups_of_one_stage_may_differ_where_their_routes_have_no_row_in_common
     assert ("buffer", "maker/second", "leases of rows with task in ['b']") in plan.edges
 
 
+TEACHER = "makers.teacher={kind: teacher, engine: {max_model_len: 600}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (TEACHER,),
+            "makers.teacher: nobody reads what a teacher says, as trainers.policy does not distil: remove the group",
+        ),
+        (
+            (TEACHER, "makers.teacher.top_k=null"),
+            r"makers.teacher.top_k: null asks for the full vocabulary .*: set top_k \(64, say\), or use a colocated teacher "
+            r"\(trainers.policy.distill.teacher\)",
+        ),
+        ((TEACHER, "makers.teacher.top_k=49153"), "makers.teacher.top_k: 49153 is more than the 49152 tokens"),
+        (
+            (TEACHER, "makers.teacher.engine.max_model_len=64"),
+            r"makers.teacher.engine.max_model_len: 64 for rows of makers.rollout with up to \d+ tokens, .* set it to at least",
+        ),
+        ((TEACHER, "makers.teacher.engine.max_model_len=9000"), "9000 is more than the model's 8192 positions"),
+        (
+            (TEACHER, "makers.teacher.engine.tensor_parallel=2"),
+            "makers.teacher.engine.tensor_parallel: the model's 9 attention",
+        ),
+        (
+            (TEACHER, "makers.other={kind: teacher, top_k: 8, route: {column: a, values: [1]}}"),
+            r"makers.\*.top_k: all teacher groups need the same, got \[64, 8\]",
+        ),
+        (
+            (TEACHER, "makers.other={kind: teacher, model: {path: tiny-llama}}"),
+            "makers.other: has another model or dtype than makers.teacher",
+        ),
+        (
+            ("makers.reference={kind: reference, engine: {}}", "makers.rollout.sampling.temperature=0.7"),
+            "makers.reference.engine: vLLM gives the log-probs of given tokens at temperature 1 only, but makers.rollout "
+            "samples at 0.7",
+        ),
+        (
+            ("makers.reference={kind: reference, engine: {}, dtype: float32}",),
+            "makers.reference.dtype: float32 is not read with an engine",
+        ),
+    ],
+)
+def test_a_teacher_or_a_reference_on_an_engine_that_cannot_work_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(demo(*overrides), SMOL, ROOMY)
+
+
 def test_rollout_groups_may_sample_each_in_its_own_way_and_the_largest_budget_counts() -> None:
     config = demo("makers.other={kind: rollout, sampling: {n: 8, temperature: 0.5, max_tokens: 90, stop: [x]}}")
     make_plan(config, SMOL, ROOMY)
