@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from buffer.config import Resources, Strict
+from buffer.config import Resources, Route, Strict
 
 DOTTED = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 # Arguments of vLLM that have a setting of their own, or that log-probs, versions and seeds rest on.
@@ -119,9 +119,17 @@ class VllmEngine(Strict):
         return self.tensor_parallel * self.pipeline_parallel
 
 
-class RolloutMaker(Strict):
-    kind: Literal["rollout"]
+class MakerGroup(Strict):
+    """What every kind has: how many makers of it there are, and for which rows."""
+
     replicas: int = Field(1, ge=1)
+    route: Route | None = Field(
+        None, description="The rows that the group takes, by a column of the prompts; null: all."
+    )
+
+
+class RolloutMaker(MakerGroup):
+    kind: Literal["rollout"]
     resources: Resources = Resources()
     engine: VllmEngine = VllmEngine()
     sampling: Sampling = Sampling()
@@ -154,9 +162,8 @@ class RewardFunction(Strict):
         return self
 
 
-class RewardMaker(Strict):
+class RewardMaker(MakerGroup):
     kind: Literal["reward"]
-    replicas: int = Field(1, ge=1)
     resources: Resources = Resources(cpus=0.1)
     functions: list[RewardFunction] = Field(min_length=1)
     workers: int = Field(1, ge=1, description="Processes that call reward functions in one maker.")
@@ -164,11 +171,10 @@ class RewardMaker(Strict):
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
 
 
-class ReferenceMaker(Strict):
+class ReferenceMaker(MakerGroup):
     """Log-probs of the sampled tokens under a frozen policy, tempered as the samples were: column `reference_logprobs`."""
 
     kind: Literal["reference"]
-    replicas: int = Field(1, ge=1)
     resources: Resources = Resources()
     model: ModelConfig | None = Field(None, description="null: the run's own model, with the weights it starts from.")
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -183,11 +189,10 @@ class ReferenceMaker(Strict):
         return self.resources.threads(self.threads)
 
 
-class CustomMaker(Strict):
+class CustomMaker(MakerGroup):
     """A maker kind of your own: a class with `stage`, `needs` and `async make(lease, inputs)`."""
 
     kind: Annotated[str, Field(pattern=DOTTED)]
-    replicas: int = Field(1, ge=1)
     resources: Resources = Resources()
     options: dict[str, Any] = {}
 

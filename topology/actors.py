@@ -182,7 +182,7 @@ class BufferActor(Shell):
         from buffer.buffer import Buffer
         from buffer.files import read_cut
         from makers.prompts import open_prompts
-        from topology.roles import POLICY, rollout_of, stages_of
+        from topology.roles import POLICY, rollout_of, routes_of, stages_of
         from trainers.checkpoints import BUFFER_FOLDER
 
         trainer = self.config.trainers[POLICY]
@@ -197,6 +197,7 @@ class BufferActor(Shell):
             total_rows=trainer.steps * trainer.groups_per_step,
             seed=self.config.seed,
             first_step=step,
+            routes=routes_of(self.config),
             save=self._save,
         )
         if recover:
@@ -317,7 +318,7 @@ class MakerActor(Shell):
         stage = stage_of(config, group)
         if self._maker.stage != stage:
             raise ValueError(f"{config.kind} fills the stage `{self._maker.stage}`, so its group must have that name")
-        self._info = MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots)
+        self._info = MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots, config.route)
         self.started = True
         return self._info
 

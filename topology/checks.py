@@ -7,8 +7,9 @@ Every check yields one line for each problem, with the key, the numbers and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
 
-from makers.config import ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
+from makers.config import MakerConfig, ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
 from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
@@ -111,21 +112,20 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     if len(sizes) > 1:
         yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
     rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
-    first, *others = rewards or [""]
-    different = [group for group in others if rewards[group].functions != rewards[first].functions]
-    if different:
-        yield (
-            f"makers.{different[0]}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
-            "groups, whichever is free: give both the same functions, or put all of them into one group"
-        )
+    for first, second in _rivals(rewards):
+        if rewards[first].functions != rewards[second].functions:
+            yield (
+                f"makers.{second}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
+                "groups, whichever is free: give both the same functions, put all of them into one group, or give the groups "
+                "a `route` each, with no value in common"
+            )
     references = {group: maker for group, maker in config.makers.items() if isinstance(maker, ReferenceMaker)}
-    first, *others = references or [""]
-    different = [group for group in others if _frozen(references[group]) != _frozen(references[first])]
-    if different:
-        yield (
-            f"makers.{different[0]}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
-            "groups, whichever is free: give both the same"
-        )
+    for first, second in _rivals(references):
+        if _frozen(references[first]) != _frozen(references[second]):
+            yield (
+                f"makers.{second}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
+                "groups, whichever is free: give both the same, or a `route` each, with no value in common"
+            )
     for group, maker in rollouts.items():
         engine, sampling = maker.engine, maker.sampling
         if sampling.max_tokens >= engine.max_model_len:
@@ -143,6 +143,14 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 f"makers.{group}.sampling.n: one group of {sampling.n} samples does not fit "
                 f"engine.max_num_seqs {engine.max_num_seqs}: raise it to at least {sampling.n}"
             )
+
+
+def _rivals(groups: Mapping[str, MakerConfig]) -> Iterator[tuple[str, str]]:
+    """Pairs of groups, of one stage, that may both get the same row."""
+    for first, second in combinations(groups, 2):
+        route, other = groups[first].route, groups[second].route
+        if route is None or route.meets(other):
+            yield first, second
 
 
 def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:

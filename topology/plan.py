@@ -126,7 +126,7 @@ def past_versions(config: RunConfig) -> int:
 def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "prompts", "buffer", "prompts, paced by staleness"
     for group, maker in config.makers.items():
-        yield "buffer", f"maker/{group}", "leases"
+        yield "buffer", f"maker/{group}", f"leases{'' if maker.route is None else f' of rows with {maker.route}'}"
         yield f"maker/{group}", "buffer", f"{stage_of(maker, group)} columns, by reference"
         if isinstance(maker, RolloutMaker):
             yield "weights", f"maker/{group}", "newest version"

@@ -135,6 +135,13 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
             "makers.second.functions: differ from makers.reward.functions",
         ),
         (
+            (
+                "makers.reward.route={column: task, values: [a, b]}",
+                "makers.second={kind: reward, functions: [{name: exact_match}], route: {column: task, values: [b]}}",
+            ),
+            "makers.second.functions: differ from makers.reward.functions",
+        ),
+        (
             ("makers.rollout.engine.tensor_parallel=2",),
             "makers.rollout.engine.tensor_parallel: the model's 9 attention heads cannot be shared out over 2 processes: "
             "use a divisor of 9",
@@ -255,6 +262,12 @@ def test_more_actors_than_the_cluster_holds_are_refused_with_the_sum() -> None:
 def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory: the plan needs about .* GiB .* this machine has 8\.0"):
         make_plan(demo("makers.rollout.replicas=20"), SMOL, Capacity(ROOMY.what, (node(memory_gib=8),)))
+
+
+def test_groups_of_one_stage_may_differ_where_their_routes_have_no_row_in_common() -> None:
+    second = "makers.second={kind: reward, functions: [{name: exact_match}], route: {column: task, values: [b]}}"
+    plan = make_plan(demo("makers.reward.route={column: task, values: [a]}", second), SMOL, ROOMY)
+    assert ("buffer", "maker/second", "leases of rows with task in ['b']") in plan.edges
 
 
 def test_rollout_groups_may_sample_each_in_its_own_way_and_the_largest_budget_counts() -> None:
