@@ -15,7 +15,7 @@ from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
 from topology.roles import POLICY, model_of, stages_of
 from topology.scoring_checks import check_references, check_scoring, check_teachers, scoring_engine
-from trainers.config import MegatronBackend, Ppo
+from trainers.config import DistillAlgorithm, MegatronBackend, Ppo
 from trainers.parallel import unsupported
 
 
@@ -44,6 +44,23 @@ def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             f"model.path: family `{model.family}` is not supported by the Megatron backend; "
             f"supported: {', '.join(SUPPORTED_FAMILIES)}"
         )
+
+
+def _check_distill(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    policy = config.trainers[POLICY]
+    distill, algorithm = policy.distill, policy.algorithm
+    if distill is None:
+        if isinstance(algorithm, DistillAlgorithm):
+            yield "trainers.policy.distill: missing, but trainers.policy.algorithm is `distill`, which learns from it alone"
+        return
+    if not (distill.coef or distill.sft_alpha or distill.advantage_alpha):
+        yield "trainers.policy.distill: coef, sft_alpha and advantage_alpha are all 0, so nothing is learnt from a teacher"
+    for group, maker in config.makers.items():
+        if distill.advantage_alpha and isinstance(maker, RolloutMaker) and maker.sampling.temperature != 1.0:
+            yield (
+                f"makers.{group}.sampling.temperature: {maker.sampling.temperature:g}, but trainers.policy.distill."
+                "advantage_alpha compares the student with a teacher's log-probs at temperature 1: sample at 1, or set it to 0"
+            )
 
 
 def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -262,6 +279,7 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
 
 CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_trainers,
+    _check_distill,
     _check_parallel,
     _check_idle_ranks,
     _check_columns,

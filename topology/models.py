@@ -339,7 +339,7 @@ def main(arguments: list[str]) -> int:
     """`python -m topology.models NAME`: prepare NAME (or check a folder) and print the folder."""
     if len(arguments) != 1:
         print(
-            f"usage: python -m topology.models NAME   (NAME: a folder, or {', '.join(sorted(RECIPES))}, one of these and {FIRST}N)",
+            f"usage: python -m topology.models NAME   (NAME: a folder, {', '.join(sorted(RECIPES))}, one of these and {FIRST}N)",
             file=sys.stderr,
         )
         return 2

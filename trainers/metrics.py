@@ -36,6 +36,7 @@ FROM_RESULT = (
     "is/ess",
     "is/masked_frac",
 )
+OF_ALGORITHMS = ("distill/", "loss/")  # figures that only some algorithms have
 KNOBS = {
     "maker": "add rollout replicas (makers.*.replicas), give them more threads, or raise engine.max_num_seqs",
     "trainer": "give the trainer more threads (resources.cpus), or a larger backend.micro_batch_tokens",
@@ -167,17 +168,27 @@ def _versions(record: StepRecord) -> dict[str, Scalar]:
 
 
 def _rows(batch: Batch) -> dict[str, Scalar]:
-    rewards, lengths = batch.rewards, batch.lengths
-    flat = np.concatenate(rewards).astype(np.float64)
+    lengths = batch.lengths
     return {
         "staleness/mean": float(np.mean(batch.ages)),
         "staleness/max": max(batch.ages),
-        "reward/mean": float(flat.mean()),
-        "reward/std": float(flat.std()),
-        "reward/frac_zero_std": float(np.mean([np.all(group == group[0]) for group in rewards])),
+        **_rewards(batch),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": int(lengths.max()),
         "truncated_ratio": float(np.concatenate(batch.truncated).mean()),
+    }
+
+
+def _rewards(batch: Batch) -> dict[str, Scalar]:
+    """None, all of them, of rows that nobody scored."""
+    if not batch.scored:
+        return dict.fromkeys(("reward/mean", "reward/std", "reward/frac_zero_std"))
+    rewards = batch.rewards
+    flat = np.concatenate(rewards).astype(np.float64)
+    return {
+        "reward/mean": float(flat.mean()),
+        "reward/std": float(flat.std()),
+        "reward/frac_zero_std": float(np.mean([np.all(group == group[0]) for group in rewards])),
     }
 
 
@@ -185,6 +196,7 @@ def _learning(trained: Trained) -> dict[str, Scalar]:
     result = trained.result
     figures: dict[str, Scalar] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
     figures |= {key: result.metrics.get(key) for key in FROM_RESULT}
+    figures |= {key: value for key, value in result.metrics.items() if key.startswith(OF_ALGORITHMS)}
     if trained.estimates is None:
         return figures | {"time/compute": sum(result.seconds.values())}
     return figures | {"kl": trained.estimates.kl}

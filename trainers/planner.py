@@ -6,14 +6,15 @@ Guarantees: the same rows give the same plan; a masked sample has advantage 0 an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from buffer.records import SampledRow
 from trainers.algorithms.advantages import checked_rewards, group_advantages
 from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
-from trainers.config import ClippedPolicy, Grpo, Ppo, TrainerConfig
+from trainers.config import ClippedPolicy, DistillAlgorithm, Grpo, Ppo, TrainerConfig
+from trainers.distillation.columns import DEMONSTRATED, teacher_top
 from trainers.estimates import Estimates, estimate
 
 LENGTH = 1  # finish reason of a sample that hit its token budget
@@ -30,6 +31,11 @@ class Batch:
     @property
     def row_ids(self) -> list[int]:
         return [row.row_id for row in self.rows]
+
+    @property
+    def scored(self) -> bool:
+        """Whether its rows have rewards."""
+        return "reward" in self.columns[0]
 
     @property
     def rewards(self) -> list[np.ndarray]:
@@ -88,13 +94,15 @@ class StepPlanner:
         algorithm, backend = self._config.algorithm, self._config.backend
         grpo = algorithm if isinstance(algorithm, Grpo) else None
         masks = self.masks(batch)
+        if advantages is None and isinstance(algorithm, DistillAlgorithm):
+            advantages = [np.zeros(mask.size, np.float32) for mask in masks]
         if advantages is None:
             scale = grpo is None or grpo.scale_rewards
             advantages = [
                 _of_row(batch, i, lambda rewards, i=i: group_advantages(rewards, scale=scale, mask=masks[i]))
                 for i in range(len(batch.rows))
             ]
-        return plan_step(
+        plan = plan_step(
             step=step,
             version=version,
             shapes=[RowShape.of(columns["rollout"]) for columns in batch.columns],
@@ -105,8 +113,25 @@ class StepPlanner:
             share_prompt=backend.share_prompt,
             data_parallel=backend.data_parallel,
             minibatches=self._config.minibatches,
-            skip_zero_advantage=grpo is not None and grpo.proportional_to_advantage,
+            skip_zero_advantage=grpo is not None and grpo.proportional_to_advantage and self._config.distill is None,
         )
+        return plan if self._config.distill is None else replace(plan, labels=teachers_labels(batch))
+
+
+def teachers_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
+    """Labels of a plan with a teacher: 1.0 for the tokens of rows that no policy sampled, else 0.0.
+
+    Raises ValueError, with the row's id, where a teacher's columns do not fit their row.
+    """
+    found = []
+    for row, columns in zip(batch.rows, batch.columns, strict=True):
+        tokens = columns["rollout"]["response_ids"].size
+        try:
+            teacher_top(columns["teacher"], tokens)
+        except ValueError as error:
+            raise ValueError(f"row {row.row_id}: {error}") from error
+        found.append(np.full(tokens, row.produced["rollout"].min_version is None, dtype=np.float32))
+    return {DEMONSTRATED: tuple(found)}
 
 
 def _of_row(batch: Batch, index: int, work: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

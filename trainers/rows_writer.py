@@ -90,7 +90,7 @@ class RowsWriter:
                     "completion": self._decode(ids.tolist()),
                     "finish_reason": FINISH_REASONS[rollout["finish_reasons"][sample]],
                     "age": row.age,
-                    **{_reward_name(key): float(values[sample]) for key, values in stages["reward"].items()},
+                    **{_reward_name(key): float(values[sample]) for key, values in stages.get("reward", {}).items()},
                     "prompt_ids": rollout["prompt_ids"],
                     "response_ids": ids,
                     "behaviour_logprobs": rollout["behaviour_logprobs"][start:end],

@@ -426,3 +426,26 @@ def test_a_custom_resource_that_no_cluster_offers_is_refused_and_one_that_is_the
     with pytest.raises(ConfigError, match=r"resources.custom: the plan needs 2 verifier, this machine has 0"):
         make_plan(config, SMOL, ROOMY)
     assert make_plan(config, SMOL, cluster(node(verifier=2.0))).cpus == 3
+
+
+DISTILL = "trainers.policy.distill={}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("trainers.policy.algorithm={type: distill}",),
+            "trainers.policy.distill: missing, but trainers.policy.algorithm",
+        ),
+        ((DISTILL,), "makers: no group provides `teacher`"),
+        ((DISTILL, "trainers.policy.distill.coef=0"), "coef, sft_alpha and advantage_alpha are all 0"),
+        (
+            (DISTILL, "trainers.policy.distill.advantage_alpha=0.1", "makers.rollout.sampling.temperature=0.8"),
+            "makers.rollout.sampling.temperature: 0.8, but trainers.policy.distill.advantage_alpha compares",
+        ),
+    ],
+)
+def test_a_distillation_that_cannot_learn_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(demo(*overrides), SMOL, ROOMY)
