@@ -16,6 +16,7 @@ from buffer.dispatcher import Dispatcher, MakerHandle
 from buffer.evaluation import EvaluationResult, Tally
 from buffer.records import Prompt, SampledRow
 from buffer.report import table_status, who_waits
+from buffer.roster import NO_ROUTES, Routes
 from buffer.snapshot import Cut, PromptSource, cut, restore, snapshot
 from buffer.table import ExperienceTable
 
@@ -75,6 +76,7 @@ class Buffer:
         total_rows: int | None,
         seed: int,
         first_step: int = 0,
+        routes: Routes = NO_ROUTES,
         clock: Callable[[], float] = time.monotonic,
         save: Callable[[dict[str, Any]], None] = lambda state: None,
     ) -> None:
@@ -93,7 +95,9 @@ class Buffer:
             clock=clock,
             first_row=prompts.cursor,
             first_step=first_step,
+            routes=routes,
         )
+        self._routes = routes
         self._dispatcher = Dispatcher(self._advance, self._bug)
         self._dispatcher.add_table(self._table)
         self._prompts_finished = False
@@ -266,6 +270,7 @@ class Buffer:
             clock=self._clock,
             versions=versions,
             lease_ids=self._table.lease_ids,
+            routes=self._routes,
         )
 
     def _tallied(self, table: ExperienceTable, tally: Tally) -> bool:

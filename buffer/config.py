@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +14,29 @@ class Strict(BaseModel):
     """Every section of a Tandem config: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Route(Strict):
+    """Which rows a group of makers takes: those whose prompt has one of these values in this field."""
+
+    column: str = Field(min_length=1, description="A column of the prompts.")
+    values: tuple[str | int | float | bool | None, ...] = Field(
+        min_length=1, description="The values that it takes; null: prompts without the column, or with nothing in it."
+    )
+
+    def takes(self, fields: Mapping[str, Any]) -> bool:
+        """Whether a prompt with these fields is for the group."""
+        value = fields.get(self.column)
+        return any(value == mine and isinstance(value, bool) == isinstance(mine, bool) for mine in self.values)
+
+    def meets(self, other: Route | None) -> bool:
+        """Whether some row may be taken by both; None: a group that takes every row."""
+        if other is None or self.column != other.column:
+            return True
+        return any(self.takes({other.column: value}) for value in other.values)
+
+    def __str__(self) -> str:
+        return f"{self.column} in {list(self.values)}"
 
 
 class Resources(Strict):

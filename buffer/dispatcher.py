@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from buffer.config import Route
 from buffer.records import ColumnsLost, DataFailure, InfraFailure, Lease, MakerInfo, Produced
 from buffer.table import ExperienceTable, FailureKind
 
 FIRST_PAUSE = 0.5  # seconds after a maker's first failure in a row
 LONGEST_PAUSE = 30.0
 log = logging.getLogger("buffer")
+_Turn = tuple[str, Route | None]  # stage and route: makers that take the same rows
 
 
 class MakerHandle(Protocol):
@@ -61,6 +63,10 @@ class _Maker:
         return self.handle.info
 
     @property
+    def turn(self) -> _Turn:
+        return self.info.stage, self.info.route
+
+    @property
     def free(self) -> bool:
         return self.open and self.pause is None and len(self.calls) < self.info.slots
 
@@ -93,7 +99,7 @@ class Dispatcher:
         self._tables: list[ExperienceTable] = []
         self._makers: dict[str, _Maker] = {}
         self.unrouted: set[str] = set()  # names of makers, attached or not
-        self._turns: dict[str, deque[_Maker]] = {}  # by stage: makers with a free slot, the next one first
+        self._turns: dict[_Turn, deque[_Maker]] = {}  # makers with a free slot, the next one first
         self._busy_seconds: dict[str, float] = {}  # by stage, of all makers there ever were
         self._pump_comes = False
         self._tasks: set[asyncio.Future[tuple[Produced, Any]]] = set()  # asyncio holds its tasks only weakly
@@ -116,7 +122,7 @@ class Dispatcher:
         for table in self._tables:
             table.attach(info)
         maker = self._makers[info.name] = _Maker(handle, routed=info.name not in self.unrouted)
-        self._turns.setdefault(info.stage, deque())
+        self._turns.setdefault(maker.turn, deque())
         self._busy_seconds.setdefault(info.stage, 0.0)
         self._take_turn(maker)
         self._on_event()
@@ -164,16 +170,16 @@ class Dispatcher:
 
     def pump_soon(self) -> None:
         """Gives out leases once the event loop is through with what it does: who brought the news is answered first."""
-        if not self._pump_comes and any(table.ready(stage) for stage in self._turns for table in self._tables):
+        if not self._pump_comes and any(table.ready(*turn) for turn in self._turns for table in self._tables):
             self._pump_comes = True
             asyncio.get_running_loop().call_later(0, self._guarded, self.pump)
 
     def pump(self) -> None:
         """Gives out every lease that can be given out now."""
         self._pump_comes = False
-        for stage, turns in self._turns.items():
+        for turn, turns in self._turns.items():
             refused = 0  # makers in a row that may take none of the rows that wait
-            while refused < len(turns) and any(table.ready(stage) for table in self._tables):
+            while refused < len(turns) and any(table.ready(*turn) for table in self._tables):
                 maker = turns.popleft()
                 maker.in_turn = False
                 if maker.free:
@@ -206,11 +212,11 @@ class Dispatcher:
     def _take_turn(self, maker: _Maker) -> None:
         if maker.free and not maker.in_turn and maker.info.name in self._makers:
             maker.in_turn = True
-            self._turns[maker.info.stage].append(maker)
+            self._turns[maker.turn].append(maker)
 
     def _lease(self, maker: _Maker) -> bool:
         for table in self._tables:
-            lease = table.lease(maker.info.name) if table.ready(maker.info.stage) else None
+            lease = table.lease(maker.info.name) if table.ready(*maker.turn) else None
             if lease is not None:
                 self._call(maker, table, lease)
                 return True

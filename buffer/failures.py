@@ -36,11 +36,11 @@ class Failures:
                 f"the last time on {lease.maker}: {text}"
             )
 
-    def data(self, row: Row, lease: Lease, text: str) -> None:
-        """The row cannot be made."""
+    def data(self, text: str) -> None:
+        """A row cannot be made; which, and why."""
         self.counts["data"] += 1
         self.data_in_a_row += 1
-        self.last_of_data = f"{row}, {lease.stage} on {lease.maker}: {text}"
+        self.last_of_data = text
         if self.data_in_a_row > self._config.max_data_failures:
             self.end_run(
                 f"{self.data_in_a_row} rows failed as data with no complete row between them "

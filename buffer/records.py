@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from buffer.config import Route
+
 Messages = list[dict[str, str]]
 
 
@@ -79,6 +81,7 @@ class MakerInfo:
     stage: str
     needs: tuple[str, ...]  # stages whose columns are the inputs of make(), in this order
     slots: int  # rows in flight at once
+    route: Route | None = None  # the rows it takes; None: all
 
 
 @dataclass(frozen=True, slots=True)

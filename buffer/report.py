@@ -59,8 +59,9 @@ def _wait_of(table: ExperienceTable, row: Row, now: float) -> str:
             held = table.work.leases[row.leases[stage]]
             waits.append(f"{stage}{attempts} (on {held.lease.maker} for {now - held.since:.1f} s)")
         elif row.id in table.work.waiting[stage]:
-            makers = sum(info.stage == stage for info in table.roster.makers.values())
-            waits.append(f"{stage}{attempts} (a free slot on one of {makers} makers)")
+            makers = len(table.roster.takers_by_name(stage, row.prompt))
+            there = f"a free slot on one of {makers} makers" if makers else "no maker that takes it is there"
+            waits.append(f"{stage}{attempts} ({there})")
         elif stage not in table.roster.needs:
             waits.append(f"{stage} (no maker was ever attached)")
     return ", ".join(waits)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from buffer.config import Route
 from buffer.records import Lease, Produced, Prompt
 
 
@@ -46,46 +47,83 @@ class Row:
         return f"row {self.id} (prompt {self.prompt.id!r})"
 
 
+Takers = frozenset[Route | None]  # of the routes of a stage, those that take a row
+
+
 class StageQueue:
     """Rows that wait for a lease of one stage, oldest first: push and pop cost O(log rows).
 
-    Rows that failed on some maker wait apart (`again`), since not every maker may take them; they are few.
+    Rows that the same routes take wait in the same lane; without routes there is one. A maker looks at the lanes of its route.
     """
 
     def __init__(self) -> None:
-        self._heap: list[int] = []
-        self._waiting: set[int] = set()  # the truth: an id in the heap but not here was discarded
-        self._again: set[int] = set()
+        self._lanes: dict[Takers, _Lane] = {}
+        self._lane_of: dict[int, _Lane] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._again)
+        return len(self._lane_of)
 
     def __contains__(self, row_id: int) -> bool:
-        return row_id in self._waiting or row_id in self._again
+        return row_id in self._lane_of
+
+    def for_route(self, route: Route | None) -> int:
+        """Rows that a maker of this route may take."""
+        return sum(len(lane) for takers, lane in self._lanes.items() if route in takers)
+
+    def push(self, row_id: int, takers: Takers, again: bool) -> None:
+        lane = self._lane_of[row_id] = self._lanes.setdefault(takers, _Lane())
+        lane.push(row_id, again)
+
+    def discard(self, row_id: int) -> None:
+        lane = self._lane_of.pop(row_id, None)
+        if lane is not None:
+            lane.discard(row_id)
+
+    def pop(self, route: Route | None, may_take: Callable[[int], bool]) -> int | None:
+        """The oldest row for a maker of this route; `may_take` is asked about rows that failed before only."""
+        lanes = [lane for takers, lane in self._lanes.items() if route in takers]
+        row_id = min((row_id for lane in lanes for row_id in lane.again if may_take(row_id)), default=None)
+        if row_id is None:
+            row_id = min((first for lane in lanes if (first := lane.first()) is not None), default=None)
+        if row_id is not None:
+            self.discard(row_id)
+        return row_id
+
+    def relay(self, takers_of: Callable[[int], Takers]) -> None:
+        """There is a route more: every row is put into its lane again. Costs O(rows), once for each route."""
+        waiting = [(row_id, row_id in lane.again) for row_id, lane in self._lane_of.items()]
+        self._lanes.clear()
+        for row_id, again in waiting:
+            self.push(row_id, takers_of(row_id), again)
+
+
+class _Lane:
+    """Rows in order of age. Those that failed on some maker wait apart (`again`), as not every maker may take them."""
+
+    def __init__(self) -> None:
+        self.again: set[int] = set()
+        self._heap: list[int] = []
+        self._waiting: set[int] = set()  # the truth: an id in the heap but not here was discarded
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self.again)
 
     def push(self, row_id: int, again: bool) -> None:
         if again:
-            self._again.add(row_id)
+            self.again.add(row_id)
         else:
             self._waiting.add(row_id)
             heapq.heappush(self._heap, row_id)
 
     def discard(self, row_id: int) -> None:
         self._waiting.discard(row_id)
-        self._again.discard(row_id)
+        self.again.discard(row_id)
 
-    def pop(self, may_take: Callable[[int], bool]) -> int | None:
-        """The oldest row for a maker; `may_take` is asked about rows that failed before only."""
-        for row_id in sorted(self._again):
-            if may_take(row_id):
-                self._again.remove(row_id)
-                return row_id
-        while self._heap:
-            row_id = heapq.heappop(self._heap)
-            if row_id in self._waiting:
-                self._waiting.remove(row_id)
-                return row_id
-        return None
+    def first(self) -> int | None:
+        """The oldest, of those that have not failed."""
+        while self._heap and self._heap[0] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
 
 
 def derive_seed(run_seed: int, row_id: int, attempt: int) -> int:

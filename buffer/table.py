@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from buffer.config import BufferConfig
+from buffer.config import BufferConfig, Route
 from buffer.failures import FailureKind, Failures
 from buffer.ledger import Ledger
 from buffer.live import LiveRows
 from buffer.records import Lease, MakerInfo, Produced, Prompt, SampledRow
-from buffer.roster import Roster
+from buffer.roster import NO_ROUTES, Roster, Routes
 from buffer.rows import Row, check_produced, derive_seed
 from buffer.selection import choose, worst_case_age
 from buffer.versions import StepLog, Versions
@@ -43,6 +43,7 @@ class ExperienceTable:
 
     `versions` and `lease_ids` are shared by tables that share makers. `first_step`: optimizer steps done before (resume).
     `total_rows`: how many rows are trained in all, `groups_per_step` in each step, those of steps done before included.
+    `routes`: of the groups of makers that may come, by stage. A row that none of them takes fails as data when it is admitted.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ExperienceTable:
         lease_ids: Iterator[int] | None = None,
         first_row: int = 0,
         first_step: int = 0,
+        routes: Routes = NO_ROUTES,
     ) -> None:
         if not stages or len(set(stages)) != len(stages):
             raise ValueError(f"stages {list(stages)}: a row needs at least one stage, each named once")
@@ -78,7 +80,7 @@ class ExperienceTable:
         self.ledger = Ledger()
         self.live = LiveRows()
         self.rows = self.live.by_id
-        self.roster = Roster(stages)
+        self.roster = Roster(stages, routes)
         self.work = OpenWork(stages, self.rows, self.roster)
         self.failures = Failures(config)
         self.clock = clock
@@ -93,8 +95,10 @@ class ExperienceTable:
 
     def attach(self, info: MakerInfo) -> None:
         """Raises ValueError for a maker whose name, stage or needs do not fit."""
-        first = info.stage not in self.roster.needs
+        first, known = info.stage not in self.roster.needs, self.roster.knows(info)
         self.roster.add(info)
+        if not known:
+            self.work.relay(info.stage)
         self.work.add_maker(info.name)
         if first:
             for row in self.live.unsampled.values():
@@ -147,13 +151,20 @@ class ExperienceTable:
         self.next_row += 1
         self.live.add(row)
         self.ledger.rows.admit(1)
-        self._enqueue(row)
+        self._enter(row)
         return row.id
 
     def put_back(self, row: Row, sampled: bool) -> None:
         """A row of a snapshot, later than those there; its columns and its place in the ledger come with it."""
         self.live.add(row, sampled)
         if not sampled:
+            self._enter(row)
+
+    def _enter(self, row: Row) -> None:
+        if refusal := self.roster.refusal(row.prompt):
+            self.failures.data(f"{row}: {refusal}")
+            self._remove(row, "data")
+        else:
             self._enqueue(row)
 
     def rows_to_come(self, prompts_finished: bool) -> int | None:
@@ -171,9 +182,9 @@ class ExperienceTable:
 
     # Leases
 
-    def ready(self, stage: str) -> int:
-        """Rows that wait for a lease of the stage; none once the run has failed."""
-        return 0 if self.failures.cause is not None else len(self.work.waiting[stage])
+    def ready(self, stage: str, route: Route | None = None) -> int:
+        """Rows that wait for a lease of the stage, and that makers of this route take; none once the run has failed."""
+        return 0 if self.failures.cause is not None else self.work.waiting[stage].for_route(route)
 
     def lease(self, maker: str) -> Lease | None:
         """The oldest row that waits for the maker's stage; None if there is none for this maker."""
@@ -228,7 +239,7 @@ class ExperienceTable:
             self.failures.attempt(row, lease, kind, text)
             self._enqueue(row, again=lease.stage)
             return []
-        self.failures.data(row, lease, text)
+        self.failures.data(f"{row}, {lease.stage} on {lease.maker}: {text}")
         return self._remove(row, "data")
 
     def lost(self, row_id: int, stages: Collection[str], text: str) -> list[Lease]:

@@ -29,6 +29,10 @@ class OpenWork:
     def add_maker(self, name: str) -> None:
         self._of_maker[name] = set()
 
+    def relay(self, stage: str) -> None:
+        """The stage has a route more."""
+        self.waiting[stage].relay(lambda row_id: self._roster.takers(stage, self._rows[row_id].prompt))
+
     def remove_maker(self, name: str) -> list[Lease]:
         """Its leases, which have ended."""
         ended = [self.end(lease_id) for lease_id in sorted(self._of_maker[name])]
@@ -42,12 +46,13 @@ class OpenWork:
             if stage in row.columns or stage in row.leases or stage not in needs or row.id in queue:
                 continue
             if all(need in row.columns for need in needs[stage]):
-                queue.push(row.id, again=stage == again)
+                queue.push(row.id, self._roster.takers(stage, row.prompt), again=stage == again)
 
     def next_for(self, maker: str) -> tuple[Row, str] | None:
         """The oldest row that waits for the maker's stage, and may be given to this maker, and the stage."""
-        stage = self._roster.makers[maker].stage
-        row_id = self.waiting[stage].pop(lambda waiting: self._may_retry(self._rows[waiting], stage, maker))
+        info = self._roster.makers[maker]
+        stage = info.stage
+        row_id = self.waiting[stage].pop(info.route, lambda waiting: self._may_retry(self._rows[waiting], stage, maker))
         return None if row_id is None else (self._rows[row_id], stage)
 
     def open(self, lease: Lease, now: float) -> None:
@@ -69,4 +74,4 @@ class OpenWork:
 
     def _may_retry(self, row: Row, stage: str, maker: str) -> bool:
         failed_by = row.failed_by.get(stage, set())
-        return maker not in failed_by or failed_by >= self._roster.names[stage]
+        return maker not in failed_by or failed_by >= self._roster.takers_by_name(stage, row.prompt)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from buffer.config import Resources, Strict
+from buffer.config import Resources, Route, Strict
 
 DOTTED = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 # Arguments of vLLM that have a setting of their own, or that log-probs, versions and seeds rest on.
@@ -119,9 +119,17 @@ class VllmEngine(Strict):
         return self.tensor_parallel * self.pipeline_parallel
 
 
-class RolloutMaker(Strict):
-    kind: Literal["rollout"]
+class MakerGroup(Strict):
+    """What every kind has: how many makers of it there are, and for which rows."""
+
     replicas: int = Field(1, ge=1)
+    route: Route | None = Field(
+        None, description="The rows that the group takes, by a column of the prompts; null: all."
+    )
+
+
+class RolloutMaker(MakerGroup):
+    kind: Literal["rollout"]
     resources: Resources = Resources()
     engine: VllmEngine = VllmEngine()
     sampling: Sampling = Sampling()
@@ -154,9 +162,8 @@ class RewardFunction(Strict):
         return self
 
 
-class RewardMaker(Strict):
+class RewardMaker(MakerGroup):
     kind: Literal["reward"]
-    replicas: int = Field(1, ge=1)
     resources: Resources = Resources(cpus=0.1)
     functions: list[RewardFunction] = Field(min_length=1)
     workers: int = Field(1, ge=1, description="Processes that call reward functions in one maker.")
@@ -164,13 +171,16 @@ class RewardMaker(Strict):
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
 
 
-class ReferenceMaker(Strict):
+class ReferenceMaker(MakerGroup):
     """Log-probs of the sampled tokens under a frozen policy, tempered as the samples were: column `reference_logprobs`."""
 
     kind: Literal["reference"]
-    replicas: int = Field(1, ge=1)
     resources: Resources = Resources()
     model: ModelConfig | None = Field(None, description="null: the run's own model, with the weights it starts from.")
+    engine: VllmEngine | None = Field(
+        None,
+        description="null: transformers computes them. vLLM: for samples drawn at temperature 1; `dtype` is its own.",
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     micro_batch_tokens: int = Field(
         4096, ge=1, description="Response tokens, padded, of one forward pass; a longer sample goes alone."
@@ -183,11 +193,10 @@ class ReferenceMaker(Strict):
         return self.resources.threads(self.threads)
 
 
-class DatasetMaker(Strict):
+class DatasetMaker(MakerGroup):
     """Rows as the prompts' own columns have them, for SFT and DPO: stage `rollout`, filled by no policy."""
 
     kind: Literal["dataset"]
-    replicas: int = Field(1, ge=1)
     resources: Resources = Resources(cpus=0.1)
     completion: str | None = Field(
         None,
@@ -221,11 +230,28 @@ class DatasetMaker(Strict):
         return (self.completion,) if self.chosen is None else (self.chosen, self.rejected)
 
 
-class CustomMaker(Strict):
+class TeacherMaker(MakerGroup):
+    """What a teacher thinks of each sampled token: its K likeliest tokens with their log-probs, and that of the token itself."""
+
+    kind: Literal["teacher"]
+    resources: Resources = Resources()
+    model: ModelConfig | None = Field(None, description="null: the run's own model, with the weights it starts from.")
+    engine: VllmEngine = VllmEngine()
+    top_k: int | None = Field(
+        64,
+        ge=0,
+        description="Likeliest tokens kept of each distribution; null, all of them: with a colocated teacher only.",
+    )
+    micro_batch_tokens: int = Field(
+        1024, ge=1, description="Tokens of one step of the engine, prompts included: bounds the memory of their logits."
+    )
+    slots: int = Field(8, ge=1, description="Rows scored at once by one maker.")
+
+
+class CustomMaker(MakerGroup):
     """A maker kind of your own: a class with `stage`, `needs` and `async make(lease, inputs)`."""
 
     kind: Annotated[str, Field(pattern=DOTTED)]
-    replicas: int = Field(1, ge=1)
     resources: Resources = Resources()
     options: dict[str, Any] = {}
 
@@ -240,6 +266,7 @@ MakerConfig = Annotated[
     | Annotated[RewardMaker, Tag("reward")]
     | Annotated[ReferenceMaker, Tag("reference")]
     | Annotated[DatasetMaker, Tag("dataset")]
+    | Annotated[TeacherMaker, Tag("teacher")]
     | Annotated[CustomMaker, Tag("custom")],
     Discriminator(_maker_tag),
 ]

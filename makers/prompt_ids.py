@@ -63,6 +63,19 @@ class PromptEncoder:
             raise DataFailure("the tokenizer has no EOS token, so a completion cannot be ended")
         return [int(self._tokenizer.eos_token_id)]
 
+    @property
+    def generation_prompt(self) -> list[int]:
+        """The ids that the chat template opens an answer with, at the end of every prompt; none without a template."""
+        if not self._tokenizer.chat_template:
+            return []
+        message = [{"role": "user", "content": "x"}]
+        closed, opened = (
+            self._tokenizer.apply_chat_template(message, add_generation_prompt=opens, tokenize=False)
+            for opens in (False, True)
+        )
+        ids: list[int] = self._tokenizer.encode(opened.removeprefix(closed), add_special_tokens=False)
+        return ids
+
     def _encode_chat(self, name: str, messages: list[dict[str, str]]) -> list[int]:
         try:
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

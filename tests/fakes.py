@@ -30,7 +30,7 @@ class FakePrompts:
         if self.cursor == self._count:
             return None
         self.cursor += 1
-        return Prompt(id=f"p{self.cursor - 1}", content="1 + 1 =")
+        return Prompt(id=f"p{self.cursor - 1}", content="1 + 1 =", fields={"part": self.cursor % 2})
 
     def seek(self, cursor: int) -> None:
         self.cursor = cursor

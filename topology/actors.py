@@ -182,7 +182,7 @@ class BufferActor(Shell):
         from buffer.buffer import Buffer
         from buffer.files import read_cut
         from makers.prompts import open_prompts
-        from topology.roles import POLICY, samples_of, stages_of
+        from topology.roles import POLICY, routes_of, samples_of, stages_of
         from trainers.checkpoints import BUFFER_FOLDER
 
         trainer = self.config.trainers[POLICY]
@@ -197,6 +197,7 @@ class BufferActor(Shell):
             total_rows=trainer.steps * trainer.groups_per_step,
             seed=self.config.seed,
             first_step=step,
+            routes=routes_of(self.config),
             save=self._save,
         )
         if recover:
@@ -300,14 +301,20 @@ class MakerActor(Shell):
         from topology.bundles import makers_in_turns
         from topology.models import resolve_model
         from topology.roles import model_of, stage_of
+        from topology.vocabulary import difference
 
         _, group, index = self.identity.name.split("/")
         config = self.config.makers[group]
         own = model_of(config)
+        folder = self.identity.model_path if own is None else str(resolve_model(own.path))
+        if other := difference(
+            Path(self.identity.model_path), Path(folder)
+        ):  # one that is attached is checked here only
+            raise ValueError(f"makers.{group}.model.path: {other}: it would score other tokens")
         self._maker = build_maker(
             config,
             name=self.identity.name,
-            model_path=self.identity.model_path if own is None else str(resolve_model(own.path)),
+            model_path=folder,
             weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout),
             seed=self.config.seed + int(index),
             sleeps=self.identity.name in makers_in_turns(self.config),
@@ -317,7 +324,7 @@ class MakerActor(Shell):
         stage = stage_of(config, group)
         if self._maker.stage != stage:
             raise ValueError(f"{config.kind} fills the stage `{self._maker.stage}`, so its group must have that name")
-        self._info = MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots)
+        self._info = MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots, config.route)
         self.started = True
         return self._info
 

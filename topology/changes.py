@@ -44,7 +44,8 @@ def grown(config: RunConfig, group: str, section: Mapping[str, Any] | None, repl
 
 
 def shrunk(config: RunConfig, actor: str) -> RunConfig:
-    """Without this maker. The last one of its group stays in the config, so that a resumed run has the stage again."""
+    """Without this maker. The last one of its group stays in the config where no other group fills the stage for its rows, so
+    that a resumed run has it again."""
     group = group_of(actor)
     maker = config.makers[group]
     if maker.replicas > 1:
@@ -52,7 +53,8 @@ def shrunk(config: RunConfig, actor: str) -> RunConfig:
             update={"makers": {**config.makers, group: maker.model_copy(update={"replicas": maker.replicas - 1})}}
         )
     others = {name: other for name, other in config.makers.items() if name != group}
-    if stage_of(maker, group) in {stage_of(other, name) for name, other in others.items()}:
+    stage = stage_of(maker, group)
+    if any(stage_of(other, name) == stage and other.route in (None, maker.route) for name, other in others.items()):
         return config.model_copy(update={"makers": others})
     return config
 

@@ -7,13 +7,23 @@ Every check yields one line for each problem, with the key, the numbers and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
 
-from makers.config import DatasetMaker, ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
+from makers.config import (
+    DatasetMaker,
+    MakerConfig,
+    ModelConfig,
+    ReferenceMaker,
+    RewardMaker,
+    RolloutMaker,
+    TeacherMaker,
+)
 from topology.config import RunConfig
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
-from topology.roles import POLICY, makers_that_pull, samples_of, samples_of_row, stages_of
-from trainers.config import CustomAlgorithm, Dpo, MegatronBackend, Ppo, Sft
+from topology.roles import POLICY, makers_that_pull, model_of, samples_of, samples_of_row, stages_of
+from topology.scoring_checks import check_references, check_scoring, check_teachers, scoring_engine
+from trainers.config import CustomAlgorithm, DistillAlgorithm, Dpo, MegatronBackend, Ppo, Sft
 from trainers.parallel import unsupported
 
 
@@ -42,6 +52,23 @@ def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             f"model.path: family `{model.family}` is not supported by the Megatron backend; "
             f"supported: {', '.join(SUPPORTED_FAMILIES)}"
         )
+
+
+def _check_distill(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    policy = config.trainers[POLICY]
+    distill, algorithm = policy.distill, policy.algorithm
+    if distill is None:
+        if isinstance(algorithm, DistillAlgorithm):
+            yield "trainers.policy.distill: missing, but trainers.policy.algorithm is `distill`, which learns from it alone"
+        return
+    if not (distill.coef or distill.sft_alpha or distill.advantage_alpha):
+        yield "trainers.policy.distill: coef, sft_alpha and advantage_alpha are all 0, so nothing is learnt from a teacher"
+    for group, maker in config.makers.items():
+        if distill.advantage_alpha and isinstance(maker, RolloutMaker) and maker.sampling.temperature != 1.0:
+            yield (
+                f"makers.{group}.sampling.temperature: {maker.sampling.temperature:g}, but trainers.policy.distill."
+                "advantage_alpha compares the student with a teacher's log-probs at temperature 1: sample at 1, or set it to 0"
+            )
 
 
 def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -95,9 +122,13 @@ def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     algorithm = config.trainers[POLICY].algorithm
     key = "trainers.policy.algorithm"
     if isinstance(algorithm, Sft | Dpo):
+        if config.trainers[POLICY].distill is not None:
+            yield f"trainers.policy.distill: is not read by `{algorithm.type}`: remove it, or use `distill` with `sft_alpha`"
         if not datasets:
             columns = "chosen: COLUMN, rejected: COLUMN" if algorithm.pairs else "completion: COLUMN"
             yield f"{key}: `{algorithm.type}` learns from a dataset: add a group {{kind: dataset, {columns}}} to makers"
+        if config.evaluation is not None:
+            yield f"evaluation: samples rollouts, but `{algorithm.type}` has no group that makes any: remove it"
         if makers_that_pull(config):
             yield f"{key}: `{algorithm.type}` learns from datasets alone: remove the groups of `kind: rollout`"
         for group, maker in datasets.items():
@@ -110,13 +141,13 @@ def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             f"makers.{next(iter(datasets))}: `{algorithm.type}` needs rows that its policy sampled: use `sft` or `dpo`, or a "
             "group of `kind: rollout`"
         )
-    first, *others = datasets or [""]
-    for group in others:
-        if (
-            datasets[group].columns != datasets[first].columns
-            or datasets[group].max_tokens != datasets[first].max_tokens
-        ):
-            yield f"makers.{group}: has other columns or max_tokens than makers.{first}, but a row comes from one of the two"
+    for (first, one), (group, other) in combinations(datasets.items(), 2):
+        shared = one.route is None or one.route.meets(other.route)
+        if shared and (one.columns, one.max_tokens) != (other.columns, other.max_tokens):
+            yield (
+                f"makers.{group}: has other columns or max_tokens than makers.{first}, but a row comes from one of the two "
+                "groups, whichever is free: give both the same, or a route each"
+            )
 
 
 def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -125,21 +156,22 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     if len(sizes) > 1:
         yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
     rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
-    first, *others = rewards or [""]
-    different = [group for group in others if rewards[group].functions != rewards[first].functions]
-    if different:
-        yield (
-            f"makers.{different[0]}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
-            "groups, whichever is free: give both the same functions, or put all of them into one group"
-        )
-    references = {group: maker for group, maker in config.makers.items() if isinstance(maker, ReferenceMaker)}
-    first, *others = references or [""]
-    different = [group for group in others if _frozen(references[group]) != _frozen(references[first])]
-    if different:
-        yield (
-            f"makers.{different[0]}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
-            "groups, whichever is free: give both the same"
-        )
+    for first, second in _rivals(rewards):
+        if rewards[first].functions != rewards[second].functions:
+            yield (
+                f"makers.{second}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
+                "groups, whichever is free: give both the same functions, put all of them into one group, or give the groups "
+                "a `route` each, with no value in common"
+            )
+    for kind in (ReferenceMaker, TeacherMaker):
+        frozen = {group: maker for group, maker in config.makers.items() if isinstance(maker, kind)}
+        for first, second in _rivals(frozen):
+            if _frozen(frozen[first]) == _frozen(frozen[second]):
+                continue
+            yield (
+                f"makers.{second}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
+                "groups, whichever is free: give both the same, or a `route` each, with no value in common"
+            )
     for group, maker in rollouts.items():
         engine, sampling = maker.engine, maker.sampling
         if sampling.max_tokens >= engine.max_model_len:
@@ -159,11 +191,26 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
+def _rivals(groups: Mapping[str, MakerConfig]) -> Iterator[tuple[str, str]]:
+    """Pairs of groups, of one stage, that may both get the same row."""
+    for first, second in combinations(groups, 2):
+        route, other = groups[first].route, groups[second].route
+        if route is None or route.meets(other):
+            yield first, second
+
+
 def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """Of makers with the run's model; `check_own_models` sees to the others."""
     for group, maker in config.makers.items():
-        if not isinstance(maker, RolloutMaker):
-            continue
-        engine, gpus = maker.engine, maker.resources.gpus
+        if model_of(maker) is None:
+            yield from _check_engine(group, maker, model)
+            yield from check_scoring(config, group, model)
+
+
+def _check_engine(group: str, maker: MakerConfig, model: ModelInfo) -> Iterator[str]:
+    engine = maker.engine if isinstance(maker, RolloutMaker) else scoring_engine(maker)
+    if engine is not None:
+        gpus = maker.resources.gpus
         tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
         columns = model.expert_intermediate if model.experts else model.intermediate
         for what, count in (("attention heads", model.heads), ("intermediate columns", columns)):
@@ -187,8 +234,12 @@ def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
-def _frozen(maker: ReferenceMaker) -> tuple[ModelConfig | None, str]:
-    return maker.model, maker.dtype
+def _frozen(maker: ReferenceMaker | TeacherMaker) -> tuple[ModelConfig | None, str]:
+    if isinstance(maker, ReferenceMaker) and maker.engine is None:
+        return maker.model, maker.dtype
+    engine = scoring_engine(maker)
+    assert engine is not None, "transformers is what a reference without an engine has"
+    return maker.model, engine.dtype
 
 
 def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -257,6 +308,10 @@ def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> Iterator[str]:
     """A maker with a model of its own must be able to take every row that the rollout makers make."""
     for group, own in own_models.items():
+        yield from _check_engine(group, config.makers[group], own)
+        yield from check_scoring(config, group, own)
+        if scoring_engine(config.makers[group]) is not None:
+            continue  # its engine says how much it takes
         for rollout, maker in config.makers.items():
             if isinstance(maker, RolloutMaker) and 0 < own.max_positions < maker.engine.max_model_len:
                 yield (
@@ -267,6 +322,7 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
 
 CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_trainers,
+    _check_distill,
     _check_parallel,
     _check_idle_ranks,
     _check_columns,
@@ -279,5 +335,7 @@ CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
     _check_buffer,
     _check_cluster,
     _check_evaluation,
+    check_teachers,
+    check_references,
     *PLACEMENT_CHECKS,
 )

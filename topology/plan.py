@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
-from makers.config import DatasetMaker, MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker
+from makers.config import DatasetMaker, MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
 from topology.bundles import Bundle, BundleGroup, bundle_groups, makers_in_turns, total, trainers_in_turns
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
 from topology.models import ModelInfo
 from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, rank_names, samples_of, stage_of
+from topology.scoring_checks import scoring_engine
 from trainers.config import MegatronBackend
 
 GIB = 1 << 30
@@ -127,7 +128,7 @@ def past_versions(config: RunConfig) -> int:
 def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "prompts", "buffer", "prompts, paced by staleness"
     for group, maker in config.makers.items():
-        yield "buffer", f"maker/{group}", "leases"
+        yield "buffer", f"maker/{group}", f"leases{'' if maker.route is None else f' of rows with {maker.route}'}"
         yield f"maker/{group}", "buffer", f"{stage_of(maker, group)} columns, by reference"
         if isinstance(maker, RolloutMaker):
             yield "weights", f"maker/{group}", "newest version"
@@ -215,14 +216,17 @@ def _stages(config: RunConfig, role: str, index: int) -> bool:
 def _maker_memory(maker: MakerConfig, model: ModelInfo) -> tuple[float, float]:
     """GiB on the host, and of each of its GPUs (without an engine's cache, which takes what it may)."""
     gpu = maker.resources.gpus > 0
-    if isinstance(maker, RolloutMaker):
-        weights = model.parameters * FLOAT_BYTES[maker.engine.dtype] / GIB
-        workers = maker.engine.workers
+    engine = maker.engine if isinstance(maker, RolloutMaker) else scoring_engine(maker)
+    if engine is not None:
+        weights = model.parameters * FLOAT_BYTES[engine.dtype] / GIB
+        workers = engine.workers
         processes = 1 if workers == 1 else 1 + workers  # several are children of the maker, which holds no weights then
         runtime = processes * RUNTIME_GIB["rollout"]
         if gpu:
             return runtime + weights, weights / workers
-        return runtime + 2 * weights + maker.engine.kv_cache_gib, 0.0
+        scored = maker.micro_batch_tokens if isinstance(maker, TeacherMaker | ReferenceMaker) else 0
+        logits = 3 * 4 * scored * model.vocab / GIB  # float32, their log-softmax, and what sorts it
+        return runtime + 2 * weights + engine.kv_cache_gib + logits, 0.0
     if isinstance(maker, ReferenceMaker):
         width, runtime = FLOAT_BYTES[maker.dtype], RUNTIME_GIB["reference"]
         state = (model.parameters + maker.micro_batch_tokens * model.vocab) * width / GIB

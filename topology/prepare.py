@@ -54,7 +54,9 @@ def check(config: RunConfig) -> Prepared:
     address = cluster_address(config)
     plan = make_plan(config, model, capacity_of(config, address), own_models)
     _check_own_code(config)
-    _check_reward_functions(config, _check_prompts(config, model))
+    columns = _check_prompts(config, model)
+    _check_routes(config, columns)
+    _check_reward_functions(config, columns)
     return Prepared(config, path, model, plan, address)
 
 
@@ -139,6 +141,16 @@ def _check_prompts(config: RunConfig, model: ModelInfo) -> tuple[str, ...] | Non
             )
         columns = columns if key != "prompts" else summary.columns
     return columns
+
+
+def _check_routes(config: RunConfig, columns: tuple[str, ...] | None) -> None:
+    for group, maker in config.makers.items():
+        route = maker.route
+        if route and columns is not None and route.column not in columns and None not in route.values:
+            raise ConfigError(
+                f"makers.{group}.route.column: the prompts have no column `{route.column}`, only {', '.join(columns)}, so the "
+                "group would get no row"
+            )
 
 
 def _check_own_code(config: RunConfig) -> None:

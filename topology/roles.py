@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from buffer.config import Route
 from makers.config import CustomMaker, DatasetMaker, MakerConfig, ModelConfig, RolloutMaker
 from topology.config import RunConfig
 from trainers.config import RanksConfig
@@ -79,3 +80,11 @@ def tensor_parallel_of(trainer: RanksConfig) -> int:
 
 def stages_of(config: RunConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stage_of(maker, group) for group, maker in config.makers.items()))
+
+
+def routes_of(config: RunConfig) -> dict[str, set[Route | None]]:
+    """By stage, of its groups; None: a group that takes every row."""
+    routes: dict[str, set[Route | None]] = {stage: set() for stage in stages_of(config)}
+    for group, maker in config.makers.items():
+        routes[stage_of(maker, group)].add(maker.route)
+    return routes

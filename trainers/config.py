@@ -102,6 +102,12 @@ class Dpo(Strict):
         return ("rollout", "reference") if self.reference == "maker" else ("rollout",)
 
 
+class DistillAlgorithm(ClippedPolicy):
+    """What `distill` says, alone: needs no reward. The ratio's settings are read with `distill.advantage_alpha` only."""
+
+    type: Literal["distill"]
+
+
 class CustomAlgorithm(Strict):
     type: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     options: dict[str, Any] = {}
@@ -117,6 +123,7 @@ AlgorithmConfig = Annotated[
     | Annotated[Ppo, Tag("ppo")]
     | Annotated[Sft, Tag("sft")]
     | Annotated[Dpo, Tag("dpo")]
+    | Annotated[DistillAlgorithm, Tag("distill")]
     | Annotated[CustomAlgorithm, Tag("custom")],
     Discriminator(_algorithm_tag),
 ]
@@ -236,8 +243,31 @@ class RanksConfig(Strict):
         return self.resources.threads(self.backend.threads)
 
 
+class DistillConfig(Strict):
+    """A term in the policy's loss that draws it to a teacher, whose columns a group of `kind: teacher` provides."""
+
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        "forward_kl",
+        description="forward_kl: KL(teacher, student). reverse_kl: KL(student, teacher). jsd: beta KL(teacher, m) + "
+        "(1 - beta) KL(student, m) with m = beta teacher + (1 - beta) student.",
+    )
+    beta: float = Field(
+        0.5, gt=0, lt=1, description="Of `jsd`: towards 0 it is like forward_kl, towards 1 like reverse_kl."
+    )
+    coef: float = Field(1.0, ge=0, description="Weight of the divergence, a mean over tokens as `normalise` says.")
+    sft_alpha: float = Field(
+        0.0, ge=0, description="Weight of the cross entropy of a row's own tokens, on rows that no policy sampled."
+    )
+    advantage_alpha: float = Field(
+        0.0,
+        ge=0,
+        description="Policy-gradient form: added to a token's advantage, times log p_teacher - log p_student of the token.",
+    )
+
+
 class TrainerConfig(RanksConfig):
     algorithm: AlgorithmConfig
+    distill: DistillConfig | None = None
     optimizer: Optimizer = Optimizer()
     groups_per_step: int = Field(8, ge=1, description="Rows (prompt groups) of one step.")
     steps: int = Field(ge=1)
@@ -251,7 +281,13 @@ class TrainerConfig(RanksConfig):
         if isinstance(self.algorithm, Sft | Dpo):
             return self.algorithm.stages
         penalised = isinstance(self.algorithm, Ppo) and self.algorithm.kl_coef > 0
-        return ("rollout", "reward", "reference") if penalised else ("rollout", "reward")
+        needed = {
+            "rollout": True,
+            "reward": not isinstance(self.algorithm, DistillAlgorithm),
+            "reference": penalised,
+            "teacher": self.distill is not None,
+        }
+        return tuple(stage for stage, read in needed.items() if read)
 
 
 class CriticConfig(RanksConfig):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from trainers.batch import Columns, MicroBatch, StepPlan, Totals
+from trainers.distillation.columns import MASS, TARGET, TeacherTop, check_width, teacher_top
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,15 @@ class GroupBatch:
     temperatures: np.ndarray
     advantages: np.ndarray
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    teacher: TeacherTop | None = None  # of the response tokens
 
     @classmethod
     def of(cls, rollout: Columns, advantages: np.ndarray, labels: Mapping[str, np.ndarray] | None = None) -> GroupBatch:
-        """From the columns of stage `rollout` and the row's advantages, per sample [n] or per token [T]."""
+        """From the columns of stage `rollout` (and `teacher`) and the row's advantages, per sample [n] or per token [T]."""
+        labels, teacher = dict(labels or {}), None
+        if MASS in rollout:
+            teacher = teacher_top(rollout, rollout["response_ids"].size)
+            labels |= {MASS: rollout[MASS], TARGET: rollout[TARGET]}
         lengths = np.diff(rollout["response_offsets"])
         per_token = np.repeat(advantages, lengths) if advantages.size == lengths.size else advantages
         return cls(
@@ -51,7 +57,8 @@ class GroupBatch:
             policy_versions=rollout["policy_versions"],
             temperatures=np.repeat(rollout["temperatures"], lengths),
             advantages=per_token.astype(np.float32, copy=False),
-            labels=labels or {},
+            labels=labels,
+            teacher=teacher,
         )
 
     def span(self, sample: int) -> slice:
@@ -88,6 +95,7 @@ class PackedBatch:
     lengths: np.ndarray  # float32 [targets]: tokens of the target's sample
     labels: Mapping[str, np.ndarray]  # float32 [targets] each
     totals: Totals
+    teacher: TeacherTop | None = None  # of the targets
 
 
 def pack(groups: Sequence[GroupBatch], parts: MicroBatch, totals: Totals, *, share_prompt: bool) -> PackedBatch:
@@ -162,7 +170,15 @@ def _targets(groups: Sequence[GroupBatch], parts: MicroBatch) -> dict[str, Any]:
         "labels": {
             name: joined([group.labels[name][span] for group, span in spans], np.float32) for name in groups[0].labels
         },
+        "teacher": _teacher(groups, spans),
     }
+
+
+def _teacher(groups: Sequence[GroupBatch], spans: Sequence[tuple[GroupBatch, slice]]) -> TeacherTop | None:
+    like = groups[0].teacher
+    if like is None:
+        return None
+    return TeacherTop.joined([group.teacher[span] for group, span in spans if group.teacher is not None], like)
 
 
 def pack_minibatch(
@@ -189,4 +205,5 @@ def check_rollouts(plan: StepPlan, rollouts: Sequence[Columns]) -> list[GroupBat
             if values.shape != (tokens,):
                 raise ValueError(f"step {plan.step}, row {row}: {name} has shape {values.shape} for {tokens} tokens")
         groups.append(GroupBatch.of(rollout, advantages, labels))
+    check_width([group.teacher.ids.shape[1] for group in groups if group.teacher is not None])
     return groups

@@ -13,7 +13,8 @@ import numpy as np
 from buffer.records import SampledRow
 from trainers.algorithms.advantages import checked_rewards, group_advantages
 from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
-from trainers.config import ClippedPolicy, Dpo, Grpo, Ppo, Sft, TrainerConfig
+from trainers.config import ClippedPolicy, DistillAlgorithm, Dpo, Grpo, Ppo, Sft, TrainerConfig
+from trainers.distillation.columns import DEMONSTRATED, teacher_top
 from trainers.estimates import Estimates, estimate
 
 LENGTH = 1  # finish reason of a sample that hit its token budget
@@ -93,15 +94,15 @@ class StepPlanner:
         algorithm, backend = self._config.algorithm, self._config.backend
         grpo = algorithm if isinstance(algorithm, Grpo) else None
         masks = self.masks(batch)
-        if isinstance(algorithm, Sft | Dpo):
-            return self._supervised(batch, step, version, whole_rows=algorithm.pairs)
+        if advantages is None and isinstance(algorithm, DistillAlgorithm | Sft | Dpo):
+            advantages = [np.zeros(mask.size, np.float32) for mask in masks]
         if advantages is None:
             scale = grpo is None or grpo.scale_rewards
             advantages = [
                 _of_row(batch, i, lambda rewards, i=i: group_advantages(rewards, scale=scale, mask=masks[i]))
                 for i in range(len(batch.rows))
             ]
-        return plan_step(
+        plan = plan_step(
             step=step,
             version=version,
             shapes=[RowShape.of(columns["rollout"]) for columns in batch.columns],
@@ -112,26 +113,28 @@ class StepPlanner:
             share_prompt=backend.share_prompt,
             data_parallel=backend.data_parallel,
             minibatches=self._config.minibatches,
-            skip_zero_advantage=grpo is not None and grpo.proportional_to_advantage,
+            skip_zero_advantage=grpo is not None and grpo.proportional_to_advantage and self._config.distill is None,
+            whole_rows=isinstance(algorithm, Dpo),
         )
+        if isinstance(algorithm, Dpo) and algorithm.reference == "maker":
+            return replace(plan, labels=reference_labels(batch))
+        return plan if self._config.distill is None else replace(plan, labels=teachers_labels(batch))
 
-    def _supervised(self, batch: Batch, step: int, version: int | None, *, whole_rows: bool) -> StepPlan:
-        """Of rows without rewards: their tokens say what is right."""
-        backend = self._config.backend
-        plan = plan_step(
-            step=step,
-            version=version,
-            shapes=[RowShape.of(columns["rollout"]) for columns in batch.columns],
-            advantages=[np.zeros(mask.size, np.float32) for mask in self.masks(batch)],
-            masks=self.masks(batch),
-            max_response_tokens=self._max_response_tokens,
-            micro_batch_tokens=backend.micro_batch_tokens,
-            share_prompt=backend.share_prompt,
-            data_parallel=backend.data_parallel,
-            minibatches=self._config.minibatches,
-            whole_rows=whole_rows,
-        )
-        return replace(plan, labels=reference_labels(batch)) if "reference" in self._config.stages else plan
+
+def teachers_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
+    """Labels of a plan with a teacher: 1.0 for the tokens of rows that no policy sampled, else 0.0.
+
+    Raises ValueError, with the row's id, where a teacher's columns do not fit their row.
+    """
+    found = []
+    for row, columns in zip(batch.rows, batch.columns, strict=True):
+        tokens = columns["rollout"]["response_ids"].size
+        try:
+            teacher_top(columns["teacher"], tokens)
+        except ValueError as error:
+            raise ValueError(f"row {row.row_id}: {error}") from error
+        found.append(np.full(tokens, row.produced["rollout"].min_version is None, dtype=np.float32))
+    return {DEMONSTRATED: tuple(found)}
 
 
 def reference_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:

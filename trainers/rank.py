@@ -73,11 +73,15 @@ class TrainerRank:
         self.learner.start()
 
     @function(dispatch="all", execute="all", collect=first_result)
-    def train_step(self, plan: StepPlan, *rollouts: Columns) -> StepResult:
-        """`rollouts` are the columns of stage `rollout`, one argument for each row of the plan, in its order.
+    def train_step(self, plan: StepPlan, *columns: Columns) -> StepResult:
+        """`columns` are those of stage `rollout`, one argument for each row of the plan, in its order; and where a teacher
+        made some, those of stage `teacher` behind them, in the same order.
 
         The result's `seconds` also have `export`: those spent on the publication since the last step.
         """
+        rollouts, teachers = columns[: plan.rows], columns[plan.rows :]
+        if teachers:
+            rollouts = tuple({**rollout, **teacher} for rollout, teacher in zip(rollouts, teachers, strict=True))
         result = self.learner.train_step(plan, rollouts)
         export, self._seconds_exporting = self._seconds_exporting, 0.0
         return replace(result, seconds={**result.seconds, "export": export})

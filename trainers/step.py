@@ -26,14 +26,16 @@ from trainers.algorithms.base import Algorithm, LossTerms, TokenBatch
 from trainers.algorithms.metrics import MetricSums, finish, mismatch
 from trainers.batch import Columns, StepPlan
 from trainers.config import Optimizer
+from trainers.distillation.loss import DIVERGENCE, OVERLAP
 from trainers.learner import StepResult
 from trainers.packing import GroupBatch, PackedBatch, check_rollouts, pack, pack_minibatch
 from trainers.probe import PROBE_TOKENS, choose_samples, choose_version, measured_anyway
 from trainers.schedule import learning_rate
 from trainers.snapshots import Snapshot
 
-# (number of the micro-batch, log-probs [targets] with gradient, entropies [targets]) -> scalar loss
-LossFunction = Callable[[int, Tensor, Tensor], Tensor]
+# (number of the micro-batch, outputs [k, targets]) -> scalar loss. The outputs: log-probs with gradient, entropies; and where
+# the micro-batch has a teacher the divergence with gradient, and the overlap of the top-k (-1: not measured).
+LossFunction = Callable[[int, Tensor], Tensor]
 
 
 class Policy(Protocol):
@@ -189,12 +191,11 @@ class _Step:
             return
         figures = MetricSums()
 
-        def loss(number: int, log_probs: Tensor, entropy: Tensor) -> Tensor:
+        def loss(number: int, outputs: Tensor) -> Tensor:
             batch = self._tokens(
                 batches[number],
-                log_probs,
-                entropy,
-                log_probs.detach() if proximal is None else proximal[number],
+                outputs,
+                outputs[0].detach() if proximal is None else proximal[number],
                 None if reference is None else reference[number],
             )
             terms = self.algorithm(batch)
@@ -206,23 +207,22 @@ class _Step:
         with self._clock("optimizer"):
             self._optimizer_step(index, figures)
 
-    def _tokens(
-        self, packed: PackedBatch, log_probs: Tensor, entropy: Tensor, proximal: Tensor, reference: Tensor | None
-    ) -> TokenBatch:
+    def _tokens(self, packed: PackedBatch, outputs: Tensor, proximal: Tensor, reference: Tensor | None) -> TokenBatch:
         def on_device(array: np.ndarray) -> Tensor:
             return torch.as_tensor(array, device=self.policy.device)
 
         return TokenBatch(
-            current=log_probs,
+            current=outputs[0],
             proximal=proximal,
             behaviour=on_device(packed.behaviour),
             reference=reference,
-            entropy=entropy,
+            entropy=outputs[1],
             advantages=on_device(packed.advantages),
             samples=on_device(packed.samples),
             lengths=on_device(packed.lengths),
             totals=packed.totals,
-            labels={name: on_device(values) for name, values in packed.labels.items()},
+            labels={name: on_device(values) for name, values in packed.labels.items()}
+            | dict(zip((DIVERGENCE, OVERLAP), outputs[2:], strict=False)),
         )
 
     def _record(self, figures: MetricSums, terms: LossTerms, batch: TokenBatch, packed: PackedBatch) -> None:
@@ -253,7 +253,10 @@ class _Step:
             loss=sums.get("loss", 0.0) / max(len(minibatches), 1),
             grad_norm=self.norm,
             lr=self.lr,
-            metrics=finish(sums, maxima),
+            metrics={
+                name: value / len(minibatches) if name.startswith("loss/") else value
+                for name, value in finish(sums, maxima).items()
+            },
             tokens=int(sums.get("tokens", 0)),
             packed_tokens=int(reduced["packed"]),
             optimizer_steps=self.taken,

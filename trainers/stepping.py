@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.algorithms.factory import build_algorithm
+from trainers.algorithms.factory import build_loss
 from trainers.batch import Columns, StepPlan
 from trainers.config import CriticConfig, TrainerConfig
 from trainers.learner import RankValues, StepResult
@@ -36,7 +36,7 @@ class SteppingLearner:
         self._seed = seed
         self._past_versions = past_versions
         self._failures_folder = failures_folder
-        self._algorithm = build_algorithm(config.algorithm)
+        self._algorithm = build_loss(config)
 
     def _load(self) -> Any:
         """The model with its optimizer, a `trainers.step.Policy`."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainers.checkpoints import CheckpointError
 from trainers.config import CriticConfig, Optimizer, TorchBackend, TrainerConfig
+from trainers.distillation.divergence import Buckets, Divergence, dense_top_k, divergence_of
 from trainers.huggingface import save_huggingface
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
@@ -82,6 +83,7 @@ class TorchPolicy:
         assert isinstance(config.backend, TorchBackend)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = getattr(torch, config.backend.dtype)
+        self._divergence = divergence_of(config)
         self.model = self._load(folder)
         self._optimizer = build_adamw(self.model, config.optimizer)
 
@@ -97,8 +99,8 @@ class TorchPolicy:
     ) -> None:
         self._optimizer.zero_grad()
         for number, batch in enumerate(batches):
-            log_probs, entropy = self._forward(batch)
-            loss(number, log_probs, entropy if entropy_gradient else entropy.detach()).backward()
+            log_probs, entropy, *more = self._forward(batch, self._divergence)
+            loss(number, torch.stack([log_probs, entropy if entropy_gradient else entropy.detach(), *more])).backward()
 
     def gradient_norm(self) -> float:
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
@@ -153,9 +155,9 @@ class TorchPolicy:
         safe = {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, **safe).to(self.device)
 
-    def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Two figures of each target, each segment by itself: its row i predicts token i + 1."""
-        outputs = [torch.zeros(2, 0, device=self.device)]
+    def _forward(self, batch: PackedBatch, divergence: Divergence | None = None) -> Tensor:
+        """Figures of each target [k, targets], each segment by itself: its row i predicts token i + 1. See LossFunction."""
+        outputs = [torch.zeros(2 if divergence is None else 4, 0, device=self.device)]
         start = 0
         for segment in batch.segments:
             stop = start + segment.tokens
@@ -164,16 +166,35 @@ class TorchPolicy:
             at = torch.as_tensor(batch.logit_rows[rows] - start, device=self.device)
             targets = torch.as_tensor(batch.targets[rows], device=self.device)
             temperatures = torch.as_tensor(batch.temperatures[rows], device=self.device)
-            outputs.append(self._outputs(ids, at, targets, temperatures))
+            if divergence is None:
+                outputs.append(self._outputs(ids, at, targets, temperatures))
+            else:
+                assert batch.teacher is not None
+                top = batch.teacher.ids[rows], batch.teacher.log_probs[rows]
+                buckets = Buckets.of(*(torch.as_tensor(array, device=self.device) for array in top))
+                outputs.append(self._compared(ids, at, targets, temperatures, buckets, divergence))
             start = stop
-        first, second = torch.cat(outputs, dim=1)
-        return first, second
+        return torch.cat(outputs, dim=1)
 
     def _outputs(self, ids: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Log-probs and entropies, float32 [2, targets], at the `rows` of one sequence of `ids`."""
-        logits = self.model(input_ids=ids[None]).logits[0].float()
-        every = (logits[rows] / temperatures[:, None]).log_softmax(-1)
-        return torch.stack([every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)])
+        return _figures(self.model(input_ids=ids[None]).logits[0][rows].float(), targets, temperatures)
+
+    def _compared(
+        self, ids: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor, top: Buckets, divergence: Divergence
+    ) -> Tensor:
+        """As `_outputs`, with divergence and overlap [4, targets]."""
+        logits = self.model(input_ids=ids[None]).logits[0][rows].float()
+        own = logits.detach().topk(top.ids.size(-1)).indices
+        present = top.ids >= 0
+        found = ((top.ids[:, :, None] == own[:, None]).any(-1) & present).sum(-1) / present.sum(-1)
+        value = dense_top_k(logits, top, divergence)
+        return torch.cat([_figures(logits, targets, temperatures), torch.stack([value, found])])
+
+
+def _figures(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    every = (logits / temperatures[:, None]).log_softmax(-1)
+    return torch.stack([every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)])
 
 
 def build_adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:

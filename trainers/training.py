@@ -78,7 +78,8 @@ class BatchTraining:
         def train(rollouts: Sequence[Any]) -> Awaitable[StepResult]:
             return self._ranks.call(TrainerRank.train_step, plan, *rollouts)
 
-        return Trained(plan, await _with_rollouts(batch, train))
+        stages = [stage for stage in ("rollout", "teacher") if stage in batch.columns[0]]
+        return Trained(plan, await _with_columns(batch, train, stages))
 
     async def _train_both(self, critic: ValueModel, batch: Batch, step: int, version: int | None) -> Trained:
         rows = self._planner.step_rows(batch, step)
@@ -96,11 +97,15 @@ class BatchTraining:
 
 
 async def _with_rollouts(batch: Batch, call: Callable[[Sequence[Any]], Awaitable[T]]) -> T:
-    """Give `call` references: whoever runs the ranks brings the columns to them, past the controller.
+    return await _with_columns(batch, call, ["rollout"])
+
+
+async def _with_columns(batch: Batch, call: Callable[[Sequence[Any]], Awaitable[T]], stages: Sequence[str]) -> T:
+    """Give `call` references, stage by stage: whoever runs the ranks brings the columns to them, past the controller.
 
     Where they are lost on that way, and so no rank has begun, it is given the columns that the controller has.
     """
     try:
-        return await call([row.columns["rollout"] for row in batch.rows])
+        return await call([row.columns[stage] for stage in stages for row in batch.rows])
     except ColumnsLost:
-        return await call([columns["rollout"] for columns in batch.columns])
+        return await call([columns[stage] for stage in stages for columns in batch.columns])

@@ -9,14 +9,41 @@ from trainers.algorithms.dpo import DpoLoss
 from trainers.algorithms.grpo import GrpoLoss
 from trainers.algorithms.ppo import ClippedLoss, ValueLoss
 from trainers.algorithms.sft import CrossEntropy
-from trainers.config import CustomAlgorithm, Dpo, Grpo, Ppo, Sft, ValueRegression
+from trainers.config import (
+    ClippedPolicy,
+    CriticConfig,
+    CustomAlgorithm,
+    DistillAlgorithm,
+    Dpo,
+    Grpo,
+    Ppo,
+    Sft,
+    TrainerConfig,
+    ValueRegression,
+)
+from trainers.distillation.loss import DistillLoss
 
 
-def build_algorithm(config: Grpo | Ppo | Sft | Dpo | ValueRegression | CustomAlgorithm) -> Algorithm:
+def build_loss(config: TrainerConfig | CriticConfig) -> Algorithm:
+    """The whole loss of a trainer: of its algorithm, with what a teacher adds. Raises ValueError as `build_algorithm`."""
+    distill = config.distill if isinstance(config, TrainerConfig) else None
+    if distill is None:
+        return build_algorithm(config.algorithm)
+    alone = isinstance(config.algorithm, DistillAlgorithm) and not distill.advantage_alpha
+    return DistillLoss(
+        None if alone else build_algorithm(config.algorithm),
+        coef=distill.coef,
+        sft_alpha=distill.sft_alpha,
+        advantage_alpha=distill.advantage_alpha,
+        normalise=config.algorithm.normalise if isinstance(config.algorithm, ClippedPolicy) else "token",
+    )
+
+
+def build_algorithm(config: Grpo | Ppo | Sft | Dpo | DistillAlgorithm | ValueRegression | CustomAlgorithm) -> Algorithm:
     """Raises ValueError when a dotted path leads nowhere or to something that is no algorithm."""
     if isinstance(config, Grpo):
         return GrpoLoss(config)
-    if isinstance(config, Ppo):
+    if isinstance(config, Ppo | DistillAlgorithm):
         return ClippedLoss(config)
     if isinstance(config, ValueRegression):
         return ValueLoss(config)

@@ -2,6 +2,7 @@
 
 Every sum is divided by the number of computed tokens (`tokens`), those named `mismatch/*` by the number of tokens that were
 compared with their maker at equal version (`mismatch/tokens`), those named `dpo/*` by the number of pairs (`dpo/pairs`).
+Parts of the loss (`loss/*`) are no means: they stay sums.
 """
 
 from __future__ import annotations
@@ -52,8 +53,13 @@ def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, 
     metrics: dict[str, float] = {"mismatch/tokens": counts["mismatch"]}
     for name, value in sums.items():
         count = counts.get(name.split("/")[0], sums.get("tokens", 0.0))
-        if name not in ("loss", "tokens", "mismatch/tokens", "dpo/pairs") and count > 0:
+        if name.startswith("loss/"):
+            metrics[name] = value
+        elif name not in ("loss", "tokens", "mismatch/tokens", "dpo/pairs") and count > 0:
             metrics[name] = value / count
+    measured, overlap = metrics.pop("topk_overlap/tokens", 0.0), metrics.pop("topk_overlap/sum", 0.0)
+    if measured > 0:
+        metrics["distill/topk_overlap"] = overlap / measured
     square = metrics.pop("is/square", 0.0)
     if square > 0:  # (sum w)^2 / (n * sum w^2): 1 when all weights are equal, 1/n when one token has all the weight
         metrics["is/ess"] = metrics["is/mean"] ** 2 / square

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from trainers.megatron.sequences import PaddedSequences
+from trainers.megatron.vocab_divergence import Distillation
 from trainers.packing import Segment
 
 DENSE_TOKENS = 1024  # up to here one masked call over a whole segment is faster than one call a response
@@ -35,6 +36,7 @@ class PackedLayout(PackedSeqParams):
     targets: Tensor | None = None  # int64 [own targets]
     temperatures: Tensor | None = None  # float32 [own targets]
     own: Tensor | None = None  # int64 [own targets]: which of all targets they are
+    distillation: Distillation | None = None  # of the own targets
     every_target: int = 0  # of the micro-batch, over all ranks
     masks: dict[int, Tensor] = field(default_factory=dict)  # by number of the segment, filled on first use
     sequences: PaddedSequences | None = None  # filled on first use

@@ -17,9 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from trainers.config import CriticConfig, MegatronBackend, TrainerConfig
+from trainers.distillation.divergence import Buckets, Divergence, divergence_of
 from trainers.huggingface import save_huggingface
 from trainers.learner import Rendezvous
 from trainers.megatron import checkpoint, cpu, offload, optimizer
+from trainers.megatron.attention import PackedLayout
 from trainers.megatron.layout import place
 from trainers.megatron.model import (
     PolicyModel,
@@ -31,6 +33,7 @@ from trainers.megatron.model import (
     read_config,
 )
 from trainers.megatron.process_group import from_last_stage, join, leave, reduce_over_data_parallel_ranks
+from trainers.megatron.vocab_divergence import Distillation, TopK
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
 from trainers.step import LossFunction
@@ -110,6 +113,7 @@ class MegatronPolicy:
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         self.share_prompt = backend.share_prompt
+        self._divergence = divergence_of(config)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.bridge = build_bridge(
             hf_config, dtype, recompute=backend.recompute, sequence_parallel=backend.sequence_parallel
@@ -146,7 +150,7 @@ class MegatronPolicy:
     ) -> None:
         def loss_of(number: int) -> Any:
             def compute(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                return loss(number, output[0], output[1]), torch.tensor(1, dtype=torch.int), {}
+                return loss(number, output), torch.tensor(1, dtype=torch.int), {}
 
             return compute
 
@@ -179,6 +183,8 @@ class MegatronPolicy:
         def forward_step(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
             number = next(numbers)
             tokens, layout = place(batches[number], self.module.config, self.bridge.hf_config.rope_theta, self.device)
+            if self._divergence is not None and not forward_only:
+                layout.distillation = self._distillation(batches[number], layout, self._divergence)
             output = model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=layout)
             return output, loss_of(number)
 
@@ -192,6 +198,11 @@ class MegatronPolicy:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _distillation(self, batch: PackedBatch, layout: PackedLayout, divergence: Divergence) -> Distillation:
+        assert batch.teacher is not None
+        top = (torch.as_tensor(array, device=self.device) for array in (batch.teacher.ids, batch.teacher.log_probs))
+        return Distillation(TopK(Buckets.of(*(array[layout.own] for array in top))), divergence)
 
 
 def _sum_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -31,6 +31,7 @@ from trainers.megatron.moe import SequentialExpertsBridge, set_experts_apart
 from trainers.megatron.norm import Norm
 from trainers.megatron.process_group import all_ranks_together
 from trainers.megatron.vocab import VocabShard, log_probs
+from trainers.megatron.vocab_divergence import log_probs_and_divergence
 from trainers.parallel import unsupported
 
 FAMILIES: dict[str, type[Bridge]] = {
@@ -51,7 +52,7 @@ class PolicyModel(GPTModel):
     entropy_gradient = False  # set by whoever computes a loss that differentiates the entropy
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, packed_seq_params: PackedLayout, **__: Any) -> Tensor:
-        """float32 [2, targets]: the outputs; the hidden states on all but the last pipeline stage."""
+        """float32 [2, targets], with a teacher [4, targets]: the outputs; hidden states on all but the last stage."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -63,11 +64,17 @@ class PolicyModel(GPTModel):
         return put_together(own, packed_seq_params.own, packed_seq_params.every_target)
 
     def _outputs(self, rows: Tensor, layout: PackedLayout) -> Tensor:
-        """Log-probs and entropies of the targets, from the hidden states [targets, hidden] that predict them."""
+        """Log-probs and entropies of the targets, from the hidden states [targets, hidden] that predict them; and with a
+        teacher their divergence from it, and the overlap of the top-k."""
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         shard, gradient = self._vocab_shard(weight.size(0)), self.entropy_gradient
+        if layout.distillation is not None:
+            targets, temperatures = layout.targets, layout.temperatures
+            return log_probs_and_divergence(
+                rows, weight, targets, temperatures, shard, layout.distillation, entropy_gradient=gradient
+            )[:4]
         return torch.stack(
             log_probs(rows, weight, layout.targets, layout.temperatures, shard, entropy_gradient=gradient)
         )

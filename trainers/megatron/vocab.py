@@ -71,7 +71,7 @@ class _LogProbs(torch.autograd.Function):
         rows = hidden.size(0)
         result = hidden.new_empty((3, rows), dtype=torch.float32)  # log-prob, entropy, log of the partition sum
         kept = hidden.new_empty((0, weight.size(0)))
-        for chunk in _chunks(rows, shard):
+        for chunk in chunks_of(rows, shard):
             kept, result[:, chunk] = _forward_chunk(hidden[chunk], weight, targets[chunk], temperatures[chunk], shard)
         ctx.shard, ctx.entropy_gradient = shard, entropy_gradient
         ctx.save_for_backward(hidden, weight, targets, temperatures, result, kept)
@@ -89,15 +89,15 @@ class _LogProbs(torch.autograd.Function):
         if d_logprob is None:
             d_logprob = torch.zeros_like(result[0])
         d_hidden = torch.zeros_like(hidden)
-        d_weight = _WeightGradient(weight)
-        chunks = _chunks(hidden.size(0), ctx.shard)
+        d_weight = WeightGradient(weight)
+        chunks = chunks_of(hidden.size(0), ctx.shard)
         for chunk in chunks:
             if chunk is chunks[-1]:
                 probabilities = kept
             else:
-                logits = _logits(hidden[chunk], weight, temperatures[chunk], ctx.shard)
+                logits = logits_of(hidden[chunk], weight, temperatures[chunk], ctx.shard)
                 probabilities = logits.sub_(result[2, chunk, None]).exp_().to(hidden.dtype)
-            d_logits = _d_logits(
+            d_logits = d_logits_of(
                 probabilities,
                 targets[chunk],
                 result[1, chunk],
@@ -113,7 +113,7 @@ class _LogProbs(torch.autograd.Function):
         return d_hidden, d_weight.result(), None, None, None, None
 
 
-class _WeightGradient:
+class WeightGradient:
     """Sum over chunks in float32, without a float32 copy when there is only one chunk."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -128,12 +128,12 @@ class _WeightGradient:
         return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
 
 
-def _chunks(rows: int, shard: VocabShard) -> list[slice]:
+def chunks_of(rows: int, shard: VocabShard) -> list[slice]:
     size = shard.rows_per_chunk
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, shard: VocabShard) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, temperatures: Tensor, shard: VocabShard) -> Tensor:
     """float32 [R, V], a fresh buffer."""
     logits = (hidden @ weight.t()).float().div_(temperatures[:, None])
     logits[:, shard.real :] = _EXCLUDED
@@ -144,12 +144,26 @@ def _forward_chunk(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
     """Probabilities [R, V] in the dtype of `hidden`, and log-prob, entropy, log of the partition sum [3, R]."""
-    logits = _logits(hidden, weight, temperatures, shard)
+    softmax, figures = softmax_of(logits_of(hidden, weight, temperatures, shard), targets, shard)
+    return softmax.exponentials.div_(softmax.partition[:, None]).to(hidden.dtype), figures
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """Of a chunk: this rank's `shifted` logits and `exponentials` float32 [R, V], over all ranks `partition` [R]."""
+
+    shifted: Tensor
+    exponentials: Tensor
+    partition: Tensor
+
+
+def softmax_of(logits: Tensor, targets: Tensor, shard: VocabShard) -> tuple[Softmax, Tensor]:
+    """Over the whole vocabulary, written over `logits` [R, V]; and log-prob, entropy, log of the partition sum [3, R]."""
     top = logits.amax(-1, keepdim=True)
     if shard.parallel:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
     logits.sub_(top)
-    local, mine = _local(targets, shard)
+    local, mine = local_columns(targets, shard)
     picked = logits.gather(-1, local).masked_fill_(~mine, 0.0).squeeze(-1)
     exponentials = logits.exp()
     sums = torch.stack([exponentials.sum(-1), torch.linalg.vecdot(exponentials, logits), picked])
@@ -158,33 +172,34 @@ def _forward_chunk(
     partition, weighted, picked = sums
     log_partition = partition.log()
     figures = torch.stack([picked - log_partition, log_partition - weighted / partition, log_partition + top[:, 0]])
-    return exponentials.div_(partition[:, None]).to(hidden.dtype), figures
+    return Softmax(logits, exponentials, partition), figures
 
 
-def _d_logits(
+def d_logits_of(
     probabilities: Tensor,
     targets: Tensor,
     entropy: Tensor,
     d_logprob: Tensor,
     d_entropy: Tensor | None,
     shard: VocabShard,
+    more: Tensor | float = 0.0,
 ) -> Tensor:
-    """Gradient for the logits [R, V], written over `probabilities` where that is possible.
+    """Gradient for the logits [R, V]: those of log-prob and entropy, and `more` [R] times the probabilities.
 
     d logprob / d z = onehot - p;  d entropy / d z = -p * (log p + H).
     """
     dtype = probabilities.dtype
-    local, mine = _local(targets, shard)
+    local, mine = local_columns(targets, shard)
     from_entropy = None
     if d_entropy is not None:
         slope = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropy[:, None].to(dtype))
         from_entropy = slope.mul_(-d_entropy[:, None].to(dtype))
-    gradient = probabilities * -d_logprob[:, None].to(dtype)
+    gradient = probabilities * (more - d_logprob)[:, None].to(dtype)
     gradient.scatter_add_(-1, local, d_logprob[:, None].masked_fill(~mine, 0.0).to(dtype))
     return gradient if from_entropy is None else gradient.add_(from_entropy)
 
 
-def _local(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+def local_columns(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """Column in this rank's part and whether the target is there, both [R, 1]."""
     local = (targets - shard.start)[:, None]
     mine = (local >= 0) & (local < shard.size)

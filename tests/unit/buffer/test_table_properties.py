@@ -10,13 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from buffer.config import BufferConfig
+from buffer.config import BufferConfig, Route
 from buffer.records import Lease, MakerInfo, SampledRow
 from buffer.rows import Row
 from buffer.snapshot import cut, restore, snapshot
 from buffer.table import ExperienceTable
 from tests.fakes import FakePrompts, ManualClock, answer
 
+ROUTES = tuple(Route(column="part", values=(part,)) for part in (0, 1))  # of some teachers
 STAGES = {"rollout": (), "reward": ("rollout",), "teacher": ("rollout",), "judge": ("reward",)}
 
 
@@ -54,15 +55,22 @@ class TableMachine(RuleBasedStateMachine):
 
     def new_table(self) -> ExperienceTable:
         table = ExperienceTable(
-            self.config, stages=tuple(STAGES), samples=2, seed=1, clock=ManualClock(), **self.arguments
+            self.config,
+            routes={"teacher": (None, *ROUTES)},
+            stages=tuple(STAGES),
+            samples=2,
+            seed=1,
+            clock=ManualClock(),
+            **self.arguments,
         )
         for stage in STAGES:
             self.attach_to(table, stage)
         return table
 
-    def attach_to(self, table: ExperienceTable, stage: str) -> None:
+    def attach_to(self, table: ExperienceTable, stage: str, routed: bool = False) -> None:
         self.makers += 1
-        table.attach(MakerInfo(f"{stage}/{self.makers}", stage, stage, STAGES[stage], 4))
+        route = ROUTES[self.makers % 2] if stage == "teacher" and routed else None
+        table.attach(MakerInfo(f"{stage}/{self.makers}", stage, stage, STAGES[stage], 4, route))
 
     def ended(self, *leases: Lease) -> None:
         self.ends.update(lease.id for lease in leases)
@@ -127,7 +135,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(stage=st.sampled_from(sorted(STAGES)))
     def attach(self, stage):
-        self.attach_to(self.table, stage)
+        self.attach_to(self.table, stage, routed=True)
 
     @rule(chance=st.randoms(use_true_random=False), death=st.sampled_from([None, "killed"]))
     def detach(self, chance, death):

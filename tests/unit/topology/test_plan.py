@@ -135,6 +135,13 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
             "makers.second.functions: differ from makers.reward.functions",
         ),
         (
+            (
+                "makers.reward.route={column: task, values: [a, b]}",
+                "makers.second={kind: reward, functions: [{name: exact_match}], route: {column: task, values: [b]}}",
+            ),
+            "makers.second.functions: differ from makers.reward.functions",
+        ),
+        (
             ("makers.rollout.engine.tensor_parallel=2",),
             "makers.rollout.engine.tensor_parallel: the model's 9 attention heads cannot be shared out over 2 processes: "
             "use a divisor of 9",
@@ -257,6 +264,63 @@ def test_more_memory_than_the_machine_has_is_refused() -> None:
         make_plan(demo("makers.rollout.replicas=20"), SMOL, Capacity(ROOMY.what, (node(memory_gib=8),)))
 
 
+def test_groups_of_one_stage_may_differ_where_their_routes_have_no_row_in_common() -> None:
+    second = "makers.second={kind: reward, functions: [{name: exact_match}], route: {column: task, values: [b]}}"
+    plan = make_plan(demo("makers.reward.route={column: task, values: [a]}", second), SMOL, ROOMY)
+    assert ("buffer", "maker/second", "leases of rows with task in ['b']") in plan.edges
+
+
+TEACHER = "makers.teacher={kind: teacher, engine: {max_model_len: 600}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (TEACHER,),
+            "makers.teacher: nobody reads what a teacher says, as trainers.policy does not distil: remove the group",
+        ),
+        (
+            (TEACHER, "makers.teacher.top_k=null"),
+            r"makers.teacher.top_k: null asks for the full vocabulary .*: set top_k \(64, say\), or use a colocated teacher "
+            r"\(trainers.policy.distill.teacher\)",
+        ),
+        ((TEACHER, "makers.teacher.top_k=49153"), "makers.teacher.top_k: 49153 is more than the 49152 tokens"),
+        (
+            (TEACHER, "makers.teacher.engine.max_model_len=64"),
+            r"makers.teacher.engine.max_model_len: 64 for rows of makers.rollout with up to \d+ tokens, .* set it to at least",
+        ),
+        ((TEACHER, "makers.teacher.engine.max_model_len=9000"), "9000 is more than the model's 8192 positions"),
+        (
+            (TEACHER, "makers.teacher.engine.tensor_parallel=2"),
+            "makers.teacher.engine.tensor_parallel: the model's 9 attention",
+        ),
+        (
+            (TEACHER, "makers.other={kind: teacher, top_k: 8, route: {column: a, values: [1]}}"),
+            r"makers.\*.top_k: all teacher groups need the same, got \[64, 8\]",
+        ),
+        (
+            (TEACHER, "makers.other={kind: teacher, model: {path: tiny-llama}}"),
+            "makers.other: has another model or dtype than makers.teacher",
+        ),
+        (
+            ("makers.reference={kind: reference, engine: {}}", "makers.rollout.sampling.temperature=0.7"),
+            "makers.reference.engine: vLLM gives the log-probs of given tokens at temperature 1 only, but makers.rollout "
+            "samples at 0.7",
+        ),
+        (
+            ("makers.reference={kind: reference, engine: {}, dtype: float32}",),
+            "makers.reference.dtype: float32 is not read with an engine",
+        ),
+    ],
+)
+def test_a_teacher_or_a_reference_on_an_engine_that_cannot_work_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(demo(*overrides), SMOL, ROOMY)
+
+
 def test_rollout_groups_may_sample_each_in_its_own_way_and_the_largest_budget_counts() -> None:
     config = demo("makers.other={kind: rollout, sampling: {n: 8, temperature: 0.5, max_tokens: 90, stop: [x]}}")
     make_plan(config, SMOL, ROOMY)
@@ -362,3 +426,45 @@ def test_a_custom_resource_that_no_cluster_offers_is_refused_and_one_that_is_the
     with pytest.raises(ConfigError, match=r"resources.custom: the plan needs 2 verifier, this machine has 0"):
         make_plan(config, SMOL, ROOMY)
     assert make_plan(config, SMOL, cluster(node(verifier=2.0))).cpus == 3
+
+
+DISTILL = "trainers.policy.distill={}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("trainers.policy.algorithm={type: distill}",),
+            "trainers.policy.distill: missing, but trainers.policy.algorithm",
+        ),
+        ((DISTILL,), "makers: no group provides `teacher`"),
+        ((DISTILL, "trainers.policy.distill.coef=0"), "coef, sft_alpha and advantage_alpha are all 0"),
+        (
+            (DISTILL, "trainers.policy.distill.advantage_alpha=0.1", "makers.rollout.sampling.temperature=0.8"),
+            "makers.rollout.sampling.temperature: 0.8, but trainers.policy.distill.advantage_alpha compares",
+        ),
+    ],
+)
+def test_a_distillation_that_cannot_learn_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(demo(*overrides), SMOL, ROOMY)
+
+
+def test_sft_and_dpo_need_rows_of_a_dataset_and_nothing_else() -> None:
+    plan = make_plan(load_config("configs/sft-tiny.yaml"), replace(SMOL, max_positions=2048), ROOMY)
+    assert plan.arithmetic["samples per step"] == "16 groups x 1 samples = 16"
+    assert not any("weights" in edge for edge in plan.edges), "nobody pulls any"
+    for settings, said in (
+        (["makers.dataset={kind: dataset, chosen: a, rejected: b}"], "`sft` learns from completions, not from pairs"),
+        (["trainers.policy.algorithm={type: dpo}"], "`dpo` learns from pairs"),
+        (
+            ["makers={reward: {kind: reward, functions: [{name: exact_match}]}}"],
+            "`sft` learns from a dataset: add a group",
+        ),
+        (["makers.rollout={kind: rollout}"], "`sft` learns from datasets alone"),
+        (["trainers.policy.algorithm={type: grpo}"], "`grpo` needs rows that its policy sampled"),
+        (["makers.more={kind: dataset, completion: question}"], "has other columns or max_tokens than makers.dataset"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_plan(load_config("configs/sft-tiny.yaml", settings), SMOL, ROOMY)

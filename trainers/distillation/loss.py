@@ -1,0 +1,72 @@
+"""The terms that a teacher adds to a policy's loss.
+
+Per token, weighted as the algorithm's `normalise` says:
+
+    the algorithm's own loss, with advantages A + advantage_alpha * (log p_teacher - log p_student)
+    + coef * divergence(teacher, student)
+    - sft_alpha * log p_student(own token), on rows that no policy sampled
+
+The student's log-prob in an advantage is that of the proximal policy: a constant, as an advantage is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainers.algorithms.base import Algorithm, LossTerms, TokenBatch, token_weights
+from trainers.distillation.columns import DEMONSTRATED, MASS, TARGET
+
+DIVERGENCE, OVERLAP = "divergence", "topk_overlap"  # labels of the tokens, beside those of the columns
+
+
+class DistillLoss:
+    """`policy`: the algorithm whose loss it is added to, if there is one."""
+
+    def __init__(
+        self,
+        policy: Algorithm | None,
+        *,
+        coef: float,
+        sft_alpha: float,
+        advantage_alpha: float,
+        normalise: str,
+    ) -> None:
+        self._policy = policy
+        self._coef, self._sft_alpha, self._advantage_alpha = coef, sft_alpha, advantage_alpha
+        self._normalise = normalise
+        self.needs_reference = policy is not None and policy.needs_reference
+        self.entropy_gradient = policy is not None and policy.entropy_gradient
+
+    def __call__(self, batch: TokenBatch) -> LossTerms:
+        weights = token_weights(batch, self._normalise)
+        parts = {"distill": self._coef * (batch.labels[DIVERGENCE] * weights).sum()}
+        sums, maxima = {"entropy": batch.entropy.detach().sum()}, {}
+        if self._sft_alpha:
+            parts["sft"] = -self._sft_alpha * (batch.current * batch.labels[DEMONSTRATED] * weights).sum()
+        if self._policy is not None:
+            terms = self._policy(self._with_teachers_advantages(batch))
+            parts["policy"] = terms.loss
+            sums, maxima = dict(terms.sums), dict(terms.maxima)
+        loss = torch.stack(list(parts.values())).sum()
+        sums |= {f"loss/{name}": part.detach() for name, part in parts.items()}
+        return LossTerms(loss, sums | _figures(batch), maxima)
+
+    def _with_teachers_advantages(self, batch: TokenBatch) -> TokenBatch:
+        if not self._advantage_alpha:
+            return batch
+        gap = batch.labels[TARGET] - batch.proximal.detach()
+        return replace(batch, advantages=batch.advantages + self._advantage_alpha * gap)
+
+
+def _figures(batch: TokenBatch) -> dict[str, Tensor]:
+    overlap = batch.labels[OVERLAP].detach()
+    measured = overlap >= 0
+    return {
+        "distill/kl": batch.labels[DIVERGENCE].detach().sum(),
+        "distill/teacher_mass": batch.labels[MASS].sum(),
+        "topk_overlap/tokens": measured.sum(),
+        "topk_overlap/sum": overlap[measured].sum(),
+    }
