@@ -127,8 +127,9 @@ def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         if not datasets:
             columns = "chosen: COLUMN, rejected: COLUMN" if algorithm.pairs else "completion: COLUMN"
             yield f"{key}: `{algorithm.type}` learns from a dataset: add a group {{kind: dataset, {columns}}} to makers"
-        if config.evaluation is not None:
-            yield f"evaluation: samples rollouts, but `{algorithm.type}` has no group that makes any: remove it"
+        if config.evaluation is not None and (config.evaluation.by == "makers" or algorithm.pairs):
+            remedy = "remove it" if algorithm.pairs else "use `by: ranks`, the loss of held-out rows"
+            yield f"evaluation: samples rollouts, but `{algorithm.type}` has no group that makes any: {remedy}"
         if makers_that_pull(config):
             yield f"{key}: `{algorithm.type}` learns from datasets alone: remove the groups of `kind: rollout`"
         for group, maker in datasets.items():
@@ -136,7 +137,9 @@ def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 yield f"makers.{group}: `dpo` learns from pairs: name the columns `chosen` and `rejected`"
             if not algorithm.pairs and maker.samples != 1:
                 yield f"makers.{group}: `sft` learns from completions, not from pairs: name the column `completion`, or use `dpo`"
-    elif datasets and not isinstance(algorithm, CustomAlgorithm):
+    elif config.evaluation is not None and config.evaluation.by == "ranks":
+        yield f"evaluation.by: ranks score rows of a dataset with `sft` only, but {key} is `{algorithm.type}`: use `makers`"
+    if datasets and not isinstance(algorithm, Sft | Dpo | CustomAlgorithm):
         yield (
             f"makers.{next(iter(datasets))}: `{algorithm.type}` needs rows that its policy sampled: use `sft` or `dpo`, or a "
             "group of `kind: rollout`"

@@ -466,6 +466,7 @@ def test_sft_and_dpo_need_rows_of_a_dataset_and_nothing_else() -> None:
             ["makers={reward: {kind: reward, functions: [{name: exact_match}]}}"],
             "`sft` learns from a dataset: add a group",
         ),
+        (["evaluation.by=makers"], "use `by: ranks`, the loss of held-out rows"),
         (["makers.rollout={kind: rollout}"], "`sft` learns from datasets alone"),
         (["trainers.policy.algorithm={type: grpo}"], "`grpo` needs rows that its policy sampled"),
         (["makers.more={kind: dataset, completion: question}"], "has other columns or max_tokens than makers.dataset"),
