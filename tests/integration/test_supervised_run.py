@@ -78,5 +78,5 @@ def test_the_accuracy_of_dpo_rises(tmp_path: Path) -> None:
     tandem(tmp_path, "run", str(CONFIGS / "dpo-tiny.yaml"))
     found = metrics(tmp_path, "dpo-tiny")
     assert found[0]["dpo/margin"] == pytest.approx(0, abs=1e-5), "policy and reference begin equal"
-    assert mean(found[-4:], "dpo/accuracy") > 0.75
-    assert mean(found[-4:], "loss") < 0.8 * found[0]["loss"]
+    assert mean(found[-4:], "dpo/accuracy") > mean(found[1:5], "dpo/accuracy") + 0.2
+    assert mean(found[-4:], "dpo/margin") > 0.3
