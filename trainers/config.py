@@ -12,6 +12,7 @@ from trainers.algorithms.config import (
     Cispo,
     ClippedPolicy,
     Corrections,
+    Dapo,
     DrGrpo,
     GroupPolicy,
     Grpo,
@@ -21,7 +22,7 @@ from trainers.algorithms.config import (
     Rloo,
 )
 
-__all__ = ["ClippedPolicy", "Corrections", "GroupPolicy", "Grpo"]  # also to be had from here
+__all__ = ["ClippedPolicy", "Corrections", "Dapo", "GroupPolicy", "Grpo"]  # also to be had from here
 
 
 class Ppo(ClippedPolicy):
@@ -73,6 +74,7 @@ def _algorithm_tag(value: Any) -> str:
 AlgorithmConfig = Annotated[
     Annotated[Grpo, Tag("grpo")]
     | Annotated[DrGrpo, Tag("dr_grpo")]
+    | Annotated[Dapo, Tag("dapo")]
     | Annotated[Gspo, Tag("gspo")]
     | Annotated[Cispo, Tag("cispo")]
     | Annotated[Rloo, Tag("rloo")]

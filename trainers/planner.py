@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from buffer.records import SampledRow
-from trainers.algorithms.advantages import checked_rewards, estimator_of
+from trainers.algorithms.advantages import checked_rewards, estimator_of, has_signal
 from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
-from trainers.config import ClippedPolicy, DistillAlgorithm, GroupPolicy, Ppo, TrainerConfig
+from trainers.config import ClippedPolicy, Dapo, DistillAlgorithm, GroupPolicy, Ppo, TrainerConfig
 from trainers.distillation.columns import DEMONSTRATED, teacher_top
 from trainers.estimates import Estimates, estimate, kl_to_reference
 
@@ -27,6 +27,7 @@ class Batch:
     rows: Sequence[SampledRow]
     columns: Sequence[dict[str, Columns]]
     ages: Sequence[int]  # [rows] published versions behind
+    replaced: int | None = None  # rows without a signal that it got others for; None where none would be
 
     @property
     def row_ids(self) -> list[int]:
@@ -70,6 +71,18 @@ class StepPlanner:
         if isinstance(algorithm, ClippedPolicy) and algorithm.mask_truncated:
             return [~truncated for truncated in batch.truncated]
         return [np.ones(truncated.shape, dtype=bool) for truncated in batch.truncated]
+
+    @property
+    def max_refills(self) -> int:
+        """How often the rows without a signal are replaced before a step."""
+        algorithm = self._config.algorithm
+        return algorithm.max_refills if isinstance(algorithm, Dapo) else 0
+
+    def without_signal(self, batch: Batch) -> list[int]:
+        """Row ids of groups whose rewards are all equal. Raises ValueError, with the row's id, for one that is not finite."""
+        masks = self.masks(batch)
+        rewards = [_of_row(batch, i, checked_rewards) for i in range(len(batch.rows))]
+        return [batch.row_ids[i] for i, values in enumerate(rewards) if not has_signal(values, masks[i])]
 
     def valid_tokens(self, batch: Batch) -> int:
         """Response tokens of the step that are not masked."""

@@ -35,6 +35,8 @@ CALLED_HERE = {
     "importance_sampling": "corrections.truncate",
     "num_iterations": "trainers.policy.minibatches",
     "ppo_epochs": "trainers.policy.minibatches",
+    "dynamic_sample": "type: dapo",
+    "filter_groups": "type: dapo",
 }
 
 
@@ -109,14 +111,6 @@ class ClippedPolicy(Strict):
     corrections: Corrections = Corrections()
     mask_truncated: bool = Field(False, description="Leave samples that hit max_tokens out of the loss.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _names_of_others(cls, given: Any) -> Any:
-        for name in given if isinstance(given, dict) else ():
-            if name in CALLED_HERE and name not in cls.model_fields:
-                raise ValueError(f"`{name}` is called `{CALLED_HERE[name]}` here")
-        return given
-
 
 class GroupPolicy(ClippedPolicy):
     """Advantages from the rewards alone, without a critic."""
@@ -173,6 +167,20 @@ class DrGrpo(Grpo):
     type: Literal["dr_grpo"]  # type: ignore[assignment]
     scale_rewards: Literal["group", "batch", "none"] = "none"
     normalise: Literal["sequence", "constant", "token"] = "constant"
+
+
+class Dapo(Grpo):
+    """DAPO (arXiv 2503.14476): the loss of GRPO over all tokens with a higher upper clip, on groups with a signal.
+
+    Dynamic sampling: groups whose rewards are all equal are dropped before the step, and others sampled instead.
+    """
+
+    type: Literal["dapo"]  # type: ignore[assignment]
+    max_refills: int = Field(
+        10,
+        ge=1,
+        description="Times that a step's rows are sampled again; then it is trained with those that have a signal.",
+    )
 
 
 class Gspo(Grpo):
