@@ -27,6 +27,7 @@ BENCHES = (
     "learner",
     "rollout",
     "trainer_overhead",
+    "algorithms",
     "async_vs_sync",
     "loop",
 )  # in this order, the shortest first
