@@ -13,7 +13,7 @@ import numpy as np
 from buffer.records import SampledRow
 from trainers.algorithms.advantages import checked_rewards, estimator_of, has_signal
 from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
-from trainers.config import ClippedPolicy, Dapo, DistillAlgorithm, GroupPolicy, Ppo, TrainerConfig
+from trainers.config import ClippedPolicy, Dapo, DistillAlgorithm, Dpo, GroupPolicy, Ppo, Sft, TrainerConfig
 from trainers.distillation.columns import DEMONSTRATED, teacher_top
 from trainers.estimates import Estimates, estimate, kl_to_reference
 
@@ -122,13 +122,16 @@ class StepPlanner:
             skip_zero_advantage=isinstance(algorithm, GroupPolicy)
             and algorithm.proportional_to_advantage
             and self._config.distill is None,
+            whole_rows=isinstance(algorithm, Dpo),
         )
+        if isinstance(algorithm, Dpo) and algorithm.reference == "maker":
+            return replace(plan, labels=reference_labels(batch))
         return plan if self._config.distill is None else replace(plan, labels=teachers_labels(batch))
 
     def _advantages(self, batch: Batch, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Float32 [samples] for each row, by the algorithm's estimator."""
         algorithm = self._config.algorithm
-        if isinstance(algorithm, DistillAlgorithm):
+        if isinstance(algorithm, DistillAlgorithm | Sft | Dpo):
             return [np.zeros(mask.size, np.float32) for mask in masks]
         rewards = [_of_row(batch, i, checked_rewards) for i in range(len(batch.rows))]
         if isinstance(algorithm, GroupPolicy) and algorithm.penalises_rewards:
@@ -166,6 +169,11 @@ def teachers_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
             raise ValueError(f"row {row.row_id}: {error}") from error
         found.append(np.full(tokens, row.produced["rollout"].min_version is None, dtype=np.float32))
     return {DEMONSTRATED: tuple(found)}
+
+
+def reference_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
+    """Labels of the plan: what a reference maker says of each token."""
+    return {"reference": tuple(columns["reference"]["reference_logprobs"] for columns in batch.columns)}
 
 
 def _of_row(batch: Batch, index: int, work: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
