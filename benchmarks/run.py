@@ -25,6 +25,7 @@ BENCHES = (
     "makers_path",
     "learner",
     "rollout",
+    "teacher",
     "trainer_overhead",
     "async_vs_sync",
     "loop",
