@@ -13,7 +13,7 @@ from topology.models import resolve_model
 TARGET = 0.9
 K_TARGET = 1 / 1.3  # of the rate: K = 64 takes at most 1.3 times as long as K = 0
 TOP_K = 64
-ROWS = 12
+ROWS = 4
 ROUNDS = 2  # processes of each side
 REPEAT = 2  # measurements in one process
 TIMEOUT = 240.0  # seconds for one process
