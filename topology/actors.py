@@ -182,7 +182,7 @@ class BufferActor(Shell):
         from buffer.buffer import Buffer
         from buffer.files import read_cut
         from makers.prompts import open_prompts
-        from topology.roles import POLICY, rollout_of, routes_of, stages_of
+        from topology.roles import POLICY, routes_of, samples_of, stages_of
         from trainers.checkpoints import BUFFER_FOLDER
 
         trainer = self.config.trainers[POLICY]
@@ -193,7 +193,7 @@ class BufferActor(Shell):
             stages=stages_of(self.config),
             groups_per_step=trainer.groups_per_step,
             every=self.config.weights.every,
-            samples=rollout_of(self.config).sampling.n,
+            samples=samples_of(self.config),
             total_rows=trainer.steps * trainer.groups_per_step,
             seed=self.config.seed,
             first_step=step,

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
-from makers.config import MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
+from makers.config import DatasetMaker, MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
 from topology.bundles import Bundle, BundleGroup, bundle_groups, makers_in_turns, total, trainers_in_turns
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import CHECKS, check_own_models
 from topology.config import ConfigError, RunConfig
 from topology.models import ModelInfo
-from topology.roles import CRITIC, POLICY, maker_names, rank_names, rollout_of, stage_of
+from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, rank_names, samples_of, stage_of
 from topology.scoring_checks import scoring_engine
 from trainers.config import MegatronBackend
 
@@ -26,6 +26,7 @@ RUNTIME_GIB = {
     "rollout": 1.1,
     "reward": 0.4,
     "reference": 0.7,
+    "dataset": 0.5,
     "custom": 0.5,
     "rank": 0.7,
     "service": 0.25,
@@ -132,14 +133,15 @@ def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         if isinstance(maker, RolloutMaker):
             yield "weights", f"maker/{group}", "newest version"
     yield "buffer", f"trainer/{POLICY}", "complete rows, by reference"
-    yield f"trainer/{POLICY}", "weights", f"a version every {config.weights.every} step(s)"
+    if makers_that_pull(config):
+        yield f"trainer/{POLICY}", "weights", f"a version every {config.weights.every} step(s)"
     if config.trainers.critic is not None:
         yield f"trainer/{POLICY}", f"trainer/{CRITIC}", "rows by reference, then returns"
         yield f"trainer/{CRITIC}", f"trainer/{POLICY}", "values"
 
 
 def _arithmetic(config: RunConfig) -> dict[str, str]:
-    trainer, n = config.trainers[POLICY], rollout_of(config).sampling.n
+    trainer, n = config.trainers[POLICY], samples_of(config)
     groups, every = trainer.groups_per_step, config.weights.every
     in_flight = (config.buffer.max_staleness + 1) * groups * every
     return {
@@ -229,4 +231,6 @@ def _maker_memory(maker: MakerConfig, model: ModelInfo) -> tuple[float, float]:
         width, runtime = FLOAT_BYTES[maker.dtype], RUNTIME_GIB["reference"]
         state = (model.parameters + maker.micro_batch_tokens * model.vocab) * width / GIB
         return (runtime, state) if gpu else (runtime + state, 0.0)
+    if isinstance(maker, DatasetMaker):
+        return RUNTIME_GIB["dataset"], 0.0
     return RUNTIME_GIB["reward" if isinstance(maker, RewardMaker) else "custom"], 0.0
