@@ -22,6 +22,7 @@ from benchmarks.harness import Result, SideFailed, pin_cores, say
 
 BENCHES = (
     "dispatch",
+    "rewards",
     "makers_path",
     "learner",
     "rollout",

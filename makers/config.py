@@ -144,9 +144,16 @@ class RolloutMaker(MakerGroup):
 
 
 class RewardFunction(Strict):
-    name: Literal["reasoning_gym", "math_verify", "exact_match", "regex"] | None = Field(None, description="Built in.")
+    name: Literal["reasoning_gym", "math_verify", "exact_match", "regex", "overlong", "http"] | None = Field(
+        None, description="Built in."
+    )
     path: str | None = Field(None, pattern=DOTTED, description="Your own: package.module:function.")
     weight: float = 1.0
+    normalise: Literal["none", "group", "running"] = Field(
+        "none",
+        description="Before the weight: group: minus the mean of the row's samples, over their standard deviation; running: "
+        "the same with the mean and deviation of every score this maker has seen.",
+    )
     timeout: float = Field(10.0, gt=0, description="Seconds for one call; then the process is killed.")
     options: dict[str, Any] = Field({}, description="Settings of a built-in one; keyword arguments of your own.")
     convention: Literal["row", "trl"] = Field(
@@ -159,6 +166,8 @@ class RewardFunction(Strict):
     def _name_or_path(self) -> RewardFunction:
         if (self.name is None) == (self.path is None):
             raise ValueError("give exactly one of `name` (built in) and `path` (package.module:function)")
+        if self.name is not None and self.convention != "row":
+            raise ValueError("`convention` is read for functions of your own (`path`) only: remove it")
         return self
 
 
@@ -169,6 +178,13 @@ class RewardMaker(MakerGroup):
     workers: int = Field(1, ge=1, description="Processes that call reward functions in one maker.")
     slots: int = Field(8, ge=1, description="Rows scored at once by one maker.")
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
+
+    @field_validator("functions")
+    @classmethod
+    def _weighs_something(cls, functions: list[RewardFunction]) -> list[RewardFunction]:
+        if not any(function.weight for function in functions):
+            raise ValueError("every weight is 0, so each reward would be 0: give one function a weight")
+        return functions
 
 
 class ReferenceMaker(MakerGroup):

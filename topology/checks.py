@@ -225,6 +225,22 @@ def _check_reward_time(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 )
 
 
+def _check_overlong(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """A penalty that begins beyond what is ever sampled would silently do nothing."""
+    budgets = [maker.sampling.max_tokens for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
+    for group, maker in config.makers.items():
+        for index, function in enumerate(maker.functions if isinstance(maker, RewardMaker) else ()):
+            options = function.options
+            if function.name != "overlong" or not {"max_tokens", "cache"} <= options.keys() or not budgets:
+                continue
+            free = options["max_tokens"] - options["cache"]
+            if free >= max(budgets):
+                yield (
+                    f"makers.{group}.functions.{index}.options: the penalty begins after {free} tokens (max_tokens - cache), "
+                    f"but no sample is longer than sampling.max_tokens {max(budgets)}: lower max_tokens, or raise cache"
+                )
+
+
 def _check_optimizer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     steps = config.trainers[POLICY].steps
     for role, trainer in config.trainers.items():
@@ -288,6 +304,7 @@ CHECKS: tuple[Check, ...] = (
     _check_engines,
     _check_sampling,
     _check_reward_time,
+    _check_overlong,
     _check_cluster,
     check_teachers,
     check_references,

@@ -27,13 +27,6 @@ def steps_of(config: RunConfig) -> int | None:
     return None if config.collect is not None else config.trainers[POLICY].steps
 
 
-def stages_read(config: RunConfig) -> tuple[str, ...]:
-    """The stages that the consumer cannot do without."""
-    if config.collect is None:
-        return config.trainers[POLICY].stages
-    return ("rollout", *config.collect.scores)
-
-
 @dataclass(frozen=True)
 class Pace:
     """What the buffer is told of its consumer. `total_rows`: None where the prompts alone say it."""

@@ -105,6 +105,10 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         ),
         (("trainers.policy.optimizer.warmup_steps=999",), "warmup_steps: 999 is more than the 20 steps"),
         (("trainers.policy.optimizer.schedule=constant",), "min_lr: 6e-06 is not read with `schedule: constant`"),
+        (
+            ("makers.reward.functions.0={name: overlong, options: {max_tokens: 40, cache: 8}}",),
+            r"functions.0.options: the penalty begins after 32 tokens .* longer than sampling.max_tokens 24",
+        ),
         (("weights.every=50",), "no version would ever be published"),
         (("evaluation.at_start=false", "evaluation.at_end=false"), "nothing would be evaluated"),
         (
