@@ -20,10 +20,10 @@ ROWS = 160
 SLOW = """
 import time
 
-def slow(prompt, completion, **columns):
-    time.sleep(0.02)
-    return float(len(completion))
-"""  # 8 samples of a row: six rows a second at most, so that the job still goes on when it is stopped
+def slow(completions, **columns):
+    time.sleep(0.15)
+    return [float(len(text)) for text in completions]
+"""  # six rows a second at most, so that the job still goes on when it is stopped
 
 
 def short(rows: int, per_part: int, tokens: int) -> list[str]:
