@@ -184,7 +184,7 @@ class BufferActor(Shell):
         from buffer.files import read_cut
         from makers.prompts import open_prompts
         from topology.consumer import pace_of
-        from topology.roles import rollout_of, routes_of, stages_of
+        from topology.roles import routes_of, samples_of, stages_of
         from trainers.checkpoints import BUFFER_FOLDER
 
         pace = pace_of(self.config)
@@ -195,7 +195,7 @@ class BufferActor(Shell):
             stages=stages_of(self.config),
             groups_per_step=pace.rows,
             every=pace.every,
-            samples=rollout_of(self.config).sampling.n,
+            samples=samples_of(self.config),
             total_rows=pace.total_rows,
             seed=self.config.seed,
             first_step=step,

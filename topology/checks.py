@@ -9,14 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 
-from makers.config import MakerConfig, ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
+from makers.config import (
+    DatasetMaker,
+    MakerConfig,
+    ModelConfig,
+    ReferenceMaker,
+    RewardMaker,
+    RolloutMaker,
+    TeacherMaker,
+)
 from topology.config import RunConfig
 from topology.job_checks import JOB_CHECKS
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
-from topology.roles import POLICY, model_of, stages_of
+from topology.roles import POLICY, makers_that_pull, model_of, samples_of, samples_of_row, stages_of
 from topology.scoring_checks import check_references, check_scoring, check_teachers, scoring_engine
-from trainers.config import DistillAlgorithm, MegatronBackend, Ppo
+from trainers.config import CustomAlgorithm, DistillAlgorithm, Dpo, MegatronBackend, Ppo, Sft
 from trainers.parallel import unsupported
 
 
@@ -84,10 +92,11 @@ def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     for role, trainer in config.trainers.items():
         backend = trainer.backend
-        rollouts = [maker for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
-        if not isinstance(backend, MegatronBackend) or not rollouts:
+        if not isinstance(backend, MegatronBackend) or "rollout" not in stages_of(config):
             continue
-        groups, n = config.trainers[POLICY].groups_per_step / trainer.minibatches, rollouts[0].sampling.n
+        policy = config.trainers[POLICY]
+        groups = policy.groups_per_step / trainer.minibatches
+        n = 1 if isinstance(policy.algorithm, Dpo) else samples_of(config)  # a pair is not shared out
         if backend.data_parallel > groups * n:
             yield (
                 f"trainers.{role}.backend.data_parallel: {backend.data_parallel} ranks for the {groups * n:g} samples of an "
@@ -96,7 +105,7 @@ def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 
 
 def _check_rollouts(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    if "rollout" in stages_of(config) and not any(isinstance(maker, RolloutMaker) for maker in config.makers.values()):
+    if "rollout" in stages_of(config) and not any(samples_of_row(m) for m in config.makers.values()):
         yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
 
 
@@ -108,6 +117,40 @@ def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             yield (
                 f"makers: no group provides `{stage}`, which trainers.policy needs; "
                 f"add one with `kind: {stage}`{penalty} (groups: {', '.join(config.makers)})"
+            )
+
+
+def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """Rows of a dataset and algorithms that learn from them belong together."""
+    datasets = {group: maker for group, maker in config.makers.items() if isinstance(maker, DatasetMaker)}
+    algorithm = config.trainers[POLICY].algorithm
+    key = "trainers.policy.algorithm"
+    if isinstance(algorithm, Sft | Dpo):
+        if config.trainers[POLICY].distill is not None:
+            yield f"trainers.policy.distill: is not read by `{algorithm.type}`: remove it, or use `distill` with `sft_alpha`"
+        if not datasets:
+            columns = "chosen: COLUMN, rejected: COLUMN" if algorithm.pairs else "completion: COLUMN"
+            yield f"{key}: `{algorithm.type}` learns from a dataset: add a group {{kind: dataset, {columns}}} to makers"
+        if config.evaluation is not None:
+            yield f"evaluation: samples rollouts, but `{algorithm.type}` has no group that makes any: remove it"
+        if makers_that_pull(config):
+            yield f"{key}: `{algorithm.type}` learns from datasets alone: remove the groups of `kind: rollout`"
+        for group, maker in datasets.items():
+            if algorithm.pairs and maker.samples != 2:
+                yield f"makers.{group}: `dpo` learns from pairs: name the columns `chosen` and `rejected`"
+            if not algorithm.pairs and maker.samples != 1:
+                yield f"makers.{group}: `sft` learns from completions, not from pairs: name the column `completion`, or use `dpo`"
+    elif datasets and not isinstance(algorithm, CustomAlgorithm):
+        yield (
+            f"makers.{next(iter(datasets))}: `{algorithm.type}` needs rows that its policy sampled: use `sft` or `dpo`, or a "
+            "group of `kind: rollout`"
+        )
+    for (first, one), (group, other) in combinations(datasets.items(), 2):
+        shared = one.route is None or one.route.meets(other.route)
+        if shared and (one.columns, one.max_tokens) != (other.columns, other.max_tokens):
+            yield (
+                f"makers.{group}: has other columns or max_tokens than makers.{first}, but a row comes from one of the two "
+                "groups, whichever is free: give both the same, or a route each"
             )
 
 
@@ -316,6 +359,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     _check_parallel,
     _check_idle_ranks,
     _check_columns,
+    _check_datasets,
     _check_optimizer,
     _check_buffer,
     _check_evaluation,

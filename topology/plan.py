@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
-from makers.config import MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
+from makers.config import DatasetMaker, MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
 from topology.bundles import Bundle, BundleGroup, bundle_groups, makers_in_turns, total, trainers_in_turns
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import check_own_models, checks_of
 from topology.config import ConfigError, RunConfig
 from topology.consumer import COLLECTOR, pace_of
 from topology.models import ModelInfo
-from topology.roles import CRITIC, POLICY, maker_names, rank_names, rollout_of, stage_of
+from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, rank_names, samples_of, stage_of
 from topology.scoring_checks import scoring_engine
 from trainers.collecting.config import CollectConfig
 from trainers.config import MegatronBackend
@@ -28,6 +28,7 @@ RUNTIME_GIB = {
     "rollout": 1.1,
     "reward": 0.4,
     "reference": 0.7,
+    "dataset": 0.5,
     "custom": 0.5,
     "rank": 0.7,
     "service": 0.25,
@@ -143,7 +144,8 @@ def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "buffer", COLLECTOR, "complete rows, by reference"
         return
     yield "buffer", f"trainer/{POLICY}", "complete rows, by reference"
-    yield f"trainer/{POLICY}", "weights", f"a version every {config.weights.every} step(s)"
+    if makers_that_pull(config):
+        yield f"trainer/{POLICY}", "weights", f"a version every {config.weights.every} step(s)"
     if config.trainers.critic is not None:
         yield f"trainer/{POLICY}", f"trainer/{CRITIC}", "rows by reference, then returns"
         yield f"trainer/{CRITIC}", f"trainer/{POLICY}", "values"
@@ -152,7 +154,7 @@ def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 def _arithmetic(config: RunConfig) -> dict[str, str]:
     if config.collect is not None:
         return _job_arithmetic(config, config.collect)
-    trainer, n = config.trainers[POLICY], rollout_of(config).sampling.n
+    trainer, n = config.trainers[POLICY], samples_of(config)
     groups, every = trainer.groups_per_step, config.weights.every
     in_flight = (config.buffer.max_staleness + 1) * groups * every
     return {
@@ -168,7 +170,7 @@ def _arithmetic(config: RunConfig) -> dict[str, str]:
 
 
 def _job_arithmetic(config: RunConfig, collect: CollectConfig) -> dict[str, str]:
-    rows, parts, n = collect.rows_per_part, collect.parts_in_flight, rollout_of(config).sampling.n
+    rows, parts, n = collect.rows_per_part, collect.parts_in_flight, samples_of(config)
     return {
         "samples per part": f"{rows} rows x {n} samples = {rows * n}",
         "rows in flight at most": f"{parts} parts x {rows} = {parts * rows}",
@@ -253,4 +255,6 @@ def _maker_memory(maker: MakerConfig, model: ModelInfo) -> tuple[float, float]:
         width, runtime = FLOAT_BYTES[maker.dtype], RUNTIME_GIB["reference"]
         state = (model.parameters + maker.micro_batch_tokens * model.vocab) * width / GIB
         return (runtime, state) if gpu else (runtime + state, 0.0)
+    if isinstance(maker, DatasetMaker):
+        return RUNTIME_GIB["dataset"], 0.0
     return RUNTIME_GIB["reward" if isinstance(maker, RewardMaker) else "custom"], 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, overload
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from buffer.config import Resources, Strict
 
@@ -66,6 +66,42 @@ class Ppo(ClippedPolicy):
     )
 
 
+class Sft(Strict):
+    """Supervised fine-tuning: cross entropy over the tokens of completions that a dataset has."""
+
+    stages: ClassVar[tuple[str, ...]] = ("rollout",)
+    pairs: ClassVar[bool] = False
+
+    type: Literal["sft"]
+    normalise: Literal["token", "sequence"] = Field(
+        "token", description="token: mean over all tokens of the step. sequence: over a sample, then over samples."
+    )
+
+
+class Dpo(Strict):
+    """Direct preference optimisation, and the losses that differ from it in how a margin is judged."""
+
+    pairs: ClassVar[bool] = True
+
+    type: Literal["dpo"]
+    beta: float = Field(0.1, gt=0, description="How much a log-ratio to the reference counts: the reward's scale.")
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="sigmoid: how often the label of a pair is wrong.")
+    reference: Literal["start", "maker"] = Field(
+        "start", description="start: the ranks' own start weights. maker: the column of a group of `kind: reference`."
+    )
+
+    @model_validator(mode="after")
+    def _smoothing_is_read(self) -> Dpo:
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError(f"label_smoothing is read with `loss: sigmoid` only, not with `{self.loss}`")
+        return self
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return ("rollout", "reference") if self.reference == "maker" else ("rollout",)
+
+
 class DistillAlgorithm(ClippedPolicy):
     """What `distill` says, alone: needs no reward. The ratio's settings are read with `distill.advantage_alpha` only."""
 
@@ -85,6 +121,8 @@ def _algorithm_tag(value: Any) -> str:
 AlgorithmConfig = Annotated[
     Annotated[Grpo, Tag("grpo")]
     | Annotated[Ppo, Tag("ppo")]
+    | Annotated[Sft, Tag("sft")]
+    | Annotated[Dpo, Tag("dpo")]
     | Annotated[DistillAlgorithm, Tag("distill")]
     | Annotated[CustomAlgorithm, Tag("custom")],
     Discriminator(_algorithm_tag),
@@ -240,6 +278,8 @@ class TrainerConfig(RanksConfig):
     @property
     def stages(self) -> tuple[str, ...]:
         """Whose columns the trainer reads."""
+        if isinstance(self.algorithm, Sft | Dpo):
+            return self.algorithm.stages
         penalised = isinstance(self.algorithm, Ppo) and self.algorithm.kl_coef > 0
         needed = {
             "rollout": True,

@@ -36,7 +36,7 @@ FROM_RESULT = (
     "is/ess",
     "is/masked_frac",
 )
-OF_ALGORITHMS = ("distill/", "loss/")  # figures that only some algorithms have
+OF_ALGORITHMS = ("distill/", "loss/", "sft/", "dpo/")  # figures that only some algorithms have
 KNOBS = {
     "maker": "add rollout replicas (makers.*.replicas), give them more threads, or raise engine.max_num_seqs",
     "trainer": "give the trainer more threads (resources.cpus), or a larger backend.micro_batch_tokens",

@@ -13,7 +13,7 @@ import numpy as np
 from buffer.records import SampledRow
 from trainers.algorithms.advantages import checked_rewards, group_advantages
 from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
-from trainers.config import ClippedPolicy, DistillAlgorithm, Grpo, Ppo, TrainerConfig
+from trainers.config import ClippedPolicy, DistillAlgorithm, Dpo, Grpo, Ppo, Sft, TrainerConfig
 from trainers.distillation.columns import DEMONSTRATED, teacher_top
 from trainers.estimates import Estimates, estimate
 
@@ -94,7 +94,7 @@ class StepPlanner:
         algorithm, backend = self._config.algorithm, self._config.backend
         grpo = algorithm if isinstance(algorithm, Grpo) else None
         masks = self.masks(batch)
-        if advantages is None and isinstance(algorithm, DistillAlgorithm):
+        if advantages is None and isinstance(algorithm, DistillAlgorithm | Sft | Dpo):
             advantages = [np.zeros(mask.size, np.float32) for mask in masks]
         if advantages is None:
             scale = grpo is None or grpo.scale_rewards
@@ -114,7 +114,10 @@ class StepPlanner:
             data_parallel=backend.data_parallel,
             minibatches=self._config.minibatches,
             skip_zero_advantage=grpo is not None and grpo.proportional_to_advantage and self._config.distill is None,
+            whole_rows=isinstance(algorithm, Dpo),
         )
+        if isinstance(algorithm, Dpo) and algorithm.reference == "maker":
+            return replace(plan, labels=reference_labels(batch))
         return plan if self._config.distill is None else replace(plan, labels=teachers_labels(batch))
 
 
@@ -132,6 +135,11 @@ def teachers_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
             raise ValueError(f"row {row.row_id}: {error}") from error
         found.append(np.full(tokens, row.produced["rollout"].min_version is None, dtype=np.float32))
     return {DEMONSTRATED: tuple(found)}
+
+
+def reference_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
+    """Labels of the plan: what a reference maker says of each token."""
+    return {"reference": tuple(columns["reference"]["reference_logprobs"] for columns in batch.columns)}
 
 
 def _of_row(batch: Batch, index: int, work: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -453,3 +453,22 @@ DISTILL = "trainers.policy.distill={}"
 def test_a_distillation_that_cannot_learn_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(demo(*overrides), SMOL, ROOMY)
+
+
+def test_sft_and_dpo_need_rows_of_a_dataset_and_nothing_else() -> None:
+    plan = make_plan(load_config("configs/sft-tiny.yaml"), replace(SMOL, max_positions=2048), ROOMY)
+    assert plan.arithmetic["samples per step"] == "16 groups x 1 samples = 16"
+    assert not any("weights" in edge for edge in plan.edges), "nobody pulls any"
+    for settings, said in (
+        (["makers.dataset={kind: dataset, chosen: a, rejected: b}"], "`sft` learns from completions, not from pairs"),
+        (["trainers.policy.algorithm={type: dpo}"], "`dpo` learns from pairs"),
+        (
+            ["makers={reward: {kind: reward, functions: [{name: exact_match}]}}"],
+            "`sft` learns from a dataset: add a group",
+        ),
+        (["makers.rollout={kind: rollout}"], "`sft` learns from datasets alone"),
+        (["trainers.policy.algorithm={type: grpo}"], "`grpo` needs rows that its policy sampled"),
+        (["makers.more={kind: dataset, completion: question}"], "has other columns or max_tokens than makers.dataset"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_plan(load_config("configs/sft-tiny.yaml", settings), SMOL, ROOMY)
