@@ -27,6 +27,10 @@ def model_of(maker: MakerConfig) -> ModelConfig | None:
     return model
 
 
+def rollout_of(config: RunConfig) -> RolloutMaker:
+    return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
+
+
 def samples_of(config: RunConfig) -> int:
     """Samples of one row: the size of a group."""
     sizes = [samples_of_row(maker) for maker in config.makers.values()]
