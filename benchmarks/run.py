@@ -26,6 +26,7 @@ BENCHES = (
     "makers_path",
     "learner",
     "rollout",
+    "teacher",
     "trainer_overhead",
     "async_vs_sync",
     "loop",

@@ -42,6 +42,11 @@ class ReasoningGymPrompts(Strict):
     shuffle: bool = False
     epochs: int | None = Field(None, ge=1, description="Passes over the data; null means as many as the run needs.")
     suffix: str = Field("", description="Text added to the end of every question.")
+    teacher_prompt: str | None = Field(
+        None,
+        description="What a teacher sees instead, with {question} and {answer} filled in, as the column `teacher_prompt`; null: "
+        "the same as the student.",
+    )
 
 
 class FilePrompts(Strict):
