@@ -28,6 +28,7 @@ BENCHES = (
     "rollout",
     "teacher",
     "trainer_overhead",
+    "algorithms",
     "async_vs_sync",
     "loop",
 )  # in this order, the shortest first

@@ -24,7 +24,7 @@ from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
 from topology.roles import POLICY, makers_that_pull, model_of, samples_of, samples_of_row, stages_of
 from topology.scoring_checks import check_references, check_scoring, check_teachers, scoring_engine
-from trainers.config import CustomAlgorithm, DistillAlgorithm, Dpo, MegatronBackend, Ppo, Sft
+from trainers.config import ClippedPolicy, CustomAlgorithm, DistillAlgorithm, Dpo, MegatronBackend, Ppo, Sft
 from trainers.parallel import unsupported
 
 
@@ -35,6 +35,13 @@ def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             yield (
                 f"trainers.{role}.minibatches: {groups} groups_per_step cannot be split into {trainer.minibatches} equal "
                 f"minibatches: use a divisor of {groups}"
+            )
+    for group, maker in config.makers.items():
+        alone = isinstance(maker, RolloutMaker) and maker.sampling.n < 2
+        if alone and isinstance(algorithm, ClippedPolicy) and algorithm.needs_groups:
+            yield (
+                f"makers.{group}.sampling.n: 1, but trainers.policy.algorithm `{algorithm.type}` compares the samples of a "
+                "prompt, so that one alone teaches nothing: use 2 or more, or `reinforce_plus_plus` or `ppo`"
             )
     critic = config.trainers.critic
     if isinstance(algorithm, Ppo) and critic is None:

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 import trainers.collecting.config as collecting
 from buffer.config import BufferConfig, Strict
 from makers.config import DATA_PARALLEL, MORE_REPLICAS, MakerConfig, ModelConfig, PromptsConfig
+from trainers.algorithms.config import CALLED_HERE
 from trainers.config import NOT_OFFERED, MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
 
@@ -253,6 +254,14 @@ def _describe(problem: Any, data: Any) -> str:
     return f"{where}: {message} (given: {_shown(given)})"
 
 
+NOT_REPLAYED = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+WHY_NOT_REPLAYED = (
+    "it takes tokens out of the distribution that is sampled from, or shifts them; the trainer's log-probs are of all tokens, "
+    "so every ratio of the two policies would be biased. Leave it out; a lower `temperature`, which the trainer follows, "
+    "sharpens samples without that"
+)
+
+
 def _unknown(path: list[str]) -> str:
     """What users of other systems look for gets the reason why it is not here, and what to do instead."""
     *parents, key = path
@@ -260,6 +269,10 @@ def _unknown(path: list[str]) -> str:
         for words, reason in NOT_OFFERED.items():
             if any(word in key for word in words):
                 return f"not offered: {reason}"
+    if "algorithm" in parents and key in CALLED_HERE:
+        return f"unknown key: it is called `{CALLED_HERE[key]}` here"
+    if "sampling" in parents and key in NOT_REPLAYED:
+        return f"not offered: {WHY_NOT_REPLAYED}"
     if "engine" in parents and key.startswith(DATA_PARALLEL):
         return f"not offered: {MORE_REPLICAS}"
     return f"unknown key{_nearest(key)}"

@@ -169,7 +169,9 @@ def _versions(record: StepRecord) -> dict[str, Scalar]:
 
 def _rows(batch: Batch) -> dict[str, Scalar]:
     lengths = batch.lengths
+    refilled = {} if batch.replaced is None else {"reward/replaced": batch.replaced}
     return {
+        **refilled,
         "staleness/mean": float(np.mean(batch.ages)),
         "staleness/max": max(batch.ages),
         **_rewards(batch),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 
 from trainers.algorithms.base import Algorithm
+from trainers.algorithms.cispo import CispoLoss
 from trainers.algorithms.dpo import DpoLoss
 from trainers.algorithms.grpo import GrpoLoss
+from trainers.algorithms.gspo import GspoLoss
 from trainers.algorithms.ppo import ClippedLoss, ValueLoss
 from trainers.algorithms.sft import CrossEntropy
 from trainers.config import (
@@ -15,7 +17,7 @@ from trainers.config import (
     CustomAlgorithm,
     DistillAlgorithm,
     Dpo,
-    Grpo,
+    GroupPolicy,
     Ppo,
     Sft,
     TrainerConfig,
@@ -39,10 +41,12 @@ def build_loss(config: TrainerConfig | CriticConfig) -> Algorithm:
     )
 
 
-def build_algorithm(config: Grpo | Ppo | Sft | Dpo | DistillAlgorithm | ValueRegression | CustomAlgorithm) -> Algorithm:
+def build_algorithm(
+    config: GroupPolicy | Ppo | Sft | Dpo | DistillAlgorithm | ValueRegression | CustomAlgorithm,
+) -> Algorithm:
     """Raises ValueError when a dotted path leads nowhere or to something that is no algorithm."""
-    if isinstance(config, Grpo):
-        return GrpoLoss(config)
+    if isinstance(config, GroupPolicy):
+        return {"gspo": GspoLoss, "cispo": CispoLoss}.get(config.type, GrpoLoss)(config)
     if isinstance(config, Ppo | DistillAlgorithm):
         return ClippedLoss(config)
     if isinstance(config, ValueRegression):

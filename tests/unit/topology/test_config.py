@@ -55,6 +55,14 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path) -> Non
             "makers.rollout.engine.data_parallel=2",
             "makers.rollout.engine.data_parallel: not offered: data parallelism is several makers, raise `replicas`",
         ),
+        (
+            "makers.rollout.sampling.top_p=0.9",
+            "makers.rollout.sampling.top_p: not offered: it takes tokens out of the distribution that is sampled from",
+        ),
+        (
+            "trainers.policy.algorithm.epsilon=0.2",
+            "trainers.policy.algorithm.epsilon: unknown key: it is called `clip_low` here",
+        ),
         ("makers={}", "makers: Dictionary should have at least 1 item"),
     ],
 )

@@ -97,6 +97,7 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         (("makers.rollout.sampling.max_tokens=256",), "256 leaves no room for a prompt in engine.max_model_len 256"),
         (("makers.rollout.engine.max_model_len=10000",), "10000 is more than the model's 8192 positions"),
         (("makers.rollout.sampling.n=80",), "one group of 80 samples does not fit engine.max_num_seqs 64"),
+        (("makers.rollout.sampling.n=1",), "sampling.n: 1, but trainers.policy.algorithm `grpo` compares the samples"),
         (("makers.rollout.sampling.temperature=0",), "temperature 0 gives 8 equal samples"),
         (("buffer.window=3",), "buffer.window: 3 is read only with `order: window`"),
         (
