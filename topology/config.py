@@ -107,7 +107,9 @@ class RunConfig(Strict):
     prompts: PromptsConfig
     makers: dict[Annotated[str, Field(pattern=RUN_NAME)], MakerConfig] = Field(min_length=1)
     trainers: TrainersConfig = Field(TrainersConfig(), description="Who learns from the rows. This or `collect`.")
-    collect: collecting.CollectConfig | None = Field(None, description="Rows go to files, and nobody learns. This or `trainers`.")
+    collect: collecting.CollectConfig | None = Field(
+        None, description="Rows go to files, and nobody learns. This or `trainers`."
+    )
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
