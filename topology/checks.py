@@ -1,6 +1,6 @@
 """What makes a config impossible: one small check for each reason. Pure.
 
-Every check yields one line for each problem, with the key, the numbers and the remedy. `CHECKS` is the table that
+Every check yields one line for each problem, with the key, the numbers and the remedy. `checks_of` is the table that
 `topology.plan.make_plan` walks.
 """
 
@@ -19,6 +19,7 @@ from makers.config import (
     TeacherMaker,
 )
 from topology.config import RunConfig
+from topology.job_checks import JOB_CHECKS
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
 from topology.roles import POLICY, makers_that_pull, model_of, samples_of, samples_of_row, stages_of
@@ -110,10 +111,13 @@ def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
+def _check_rollouts(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    if "rollout" in stages_of(config) and not any(samples_of_row(m) for m in config.makers.values()):
+        yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
+
+
 def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     provided = set(stages_of(config))
-    if "rollout" in provided and not any(samples_of_row(m) for m in config.makers.values()):
-        yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
     for stage in config.trainers[POLICY].stages:
         if stage not in provided:
             penalty = ", or set trainers.policy.algorithm.kl_coef to 0" if stage == "reference" else ""
@@ -346,23 +350,31 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
                 )
 
 
-CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
+Check = Callable[[RunConfig, ModelInfo], Iterator[str]]
+CHECKS: tuple[Check, ...] = (
+    _check_rollouts,
+    _check_groups,
+    _check_engines,
+    _check_sampling,
+    _check_reward_time,
+    _check_overlong,
+    _check_cluster,
+    check_teachers,
+    check_references,
+    *PLACEMENT_CHECKS,
+)
+TRAINING_CHECKS: tuple[Check, ...] = (
     _check_trainers,
     _check_distill,
     _check_parallel,
     _check_idle_ranks,
     _check_columns,
     _check_datasets,
-    _check_groups,
-    _check_engines,
-    _check_sampling,
-    _check_reward_time,
-    _check_overlong,
     _check_optimizer,
     _check_buffer,
-    _check_cluster,
     _check_evaluation,
-    check_teachers,
-    check_references,
-    *PLACEMENT_CHECKS,
 )
+
+
+def checks_of(config: RunConfig) -> tuple[Check, ...]:
+    return (*(JOB_CHECKS if config.collect is not None else TRAINING_CHECKS), *CHECKS)

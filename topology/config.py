@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+import trainers.collecting.config as collecting
 from buffer.config import BufferConfig, Strict
 from makers.config import DATA_PARALLEL, MORE_REPLICAS, MakerConfig, ModelConfig, PromptsConfig
 from trainers.algorithms.config import CALLED_HERE
@@ -109,7 +110,10 @@ class RunConfig(Strict):
     model: ModelConfig
     prompts: PromptsConfig
     makers: dict[Annotated[str, Field(pattern=RUN_NAME)], MakerConfig] = Field(min_length=1)
-    trainers: TrainersConfig
+    trainers: TrainersConfig = Field(TrainersConfig(), description="Who learns from the rows. This or `collect`.")
+    collect: collecting.CollectConfig | None = Field(
+        None, description="Rows go to files, and nobody learns. This or `trainers`."
+    )
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -119,6 +123,16 @@ class RunConfig(Strict):
     placement: PlacementConfig = PlacementConfig()
     cluster: ClusterConfig = ClusterConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _one_consumer(self) -> RunConfig:
+        if self.trainers.policy is None and self.collect is None:
+            raise ValueError(
+                "trainers.policy: missing: nobody takes the rows; or give `collect`, which writes them to files"
+            )
+        if tuple(self.trainers) and self.collect is not None:
+            raise ValueError("trainers, collect: give one of the two: rows are trained on, or written to files")
+        return self
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -148,7 +162,7 @@ def load_maker(path: str | Path) -> dict[str, Any]:
 def load_config(path: str | Path, overrides: Iterable[str] = (), name: str | None = None) -> RunConfig:
     """Read, override (`a.b=c`, values in YAML) and validate one config file. Raises ConfigError."""
     file = Path(path)
-    data = _read(file, "a config is a mapping with `name`, `model`, `prompts`, `makers`, `trainers`")
+    data = _read(file, "a config is a mapping with `name`, `model`, `prompts`, `makers`, and `trainers` or `collect`")
     for override in overrides:
         _apply_override(data, override)
     if name is not None:

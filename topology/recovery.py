@@ -129,7 +129,7 @@ class Recovery:
         if not self.training_is_down:
             await self._crew.connect_weights()
             with suppress(RunFailed):  # the trainer dies too: what comes in its place publishes
-                await self._crew.ask(self._crew.trainer, "refill")
+                await self._crew.ask(self._crew.consumer, "refill")
 
     async def there(self, member: Member) -> None:
         """Until others may rely on it. Raises RunFailed after limits.start seconds."""
@@ -195,6 +195,11 @@ class Recovery:
             for maker in (member for member in crew.training() if member.kind == "maker"):
                 await crew.ask(crew.buffer, "maker_died", maker.name, cause)
             await crew.make_anew(crew.training())
+            if crew.config.collect is not None:
+                await crew.start_training(self._run.origin)
+                await self.there(crew.buffer)
+                await crew.publish_start()
+                return
             await self._made(crew.weights)
             await self.there(crew.buffer)
             self._run.origin = await self._origin()
@@ -207,8 +212,8 @@ class Recovery:
         except RunFailed as error:
             if await self.training_was_lost(LOOK):
                 return  # somebody else of it died: once more
-            self._run.event("death", actor=crew.trainer.name, cause=str(error))
-            self.lost(crew.trainer, str(error))
+            self._run.event("death", actor=crew.consumer.name, cause=str(error))
+            self.lost(crew.consumer, str(error))
 
     async def _origin(self) -> Origin:
         """The last checkpoint, and the number after that of the newest version that anybody has seen."""
@@ -230,7 +235,7 @@ class Recovery:
         """What the run cannot go on without and is not there now."""
         if self.training_is_down:
             return f"training is made anew: {self._lost_cause}"
-        for name in ("buffer", "weights"):
+        for name in ("buffer", "weights") if self._crew.config.collect is None else ("buffer",):
             service = self._crew.members.get(name)
             if service is None:
                 return "the supervisor looks for the actors of the run"

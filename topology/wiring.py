@@ -12,10 +12,12 @@ from makers.config import DatasetMaker
 from topology.bundles import makers_in_turns, trainers_in_turns
 from topology.handles import Peer, RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, max_response_tokens, rank_names
+from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, max_response_tokens, rank_names, stages_of
 from topology.runs import RunFolder
 from trainers.batch import Columns
 from trainers.checkpoints import Checkpointer
+from trainers.collecting.collector import Collector
+from trainers.collecting.parts import Parts
 from trainers.critic import Critic
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
@@ -71,6 +73,23 @@ def _publisher(shell: Any) -> Publisher:
     if not makers_that_pull(shell.config):
         return NumberOnly()
     return RayPublisher(shell.peer("weights"), shell.config.weights.timeout)
+
+
+def build_collector(shell: Any) -> Collector:
+    """The collector of the run that `shell` (a CollectorActor) belongs to."""
+    config, folder = shell.config, RunFolder(Path(shell.identity.folder))
+    return Collector(
+        config.collect,
+        stages=stages_of(config),
+        rows=RayRows(shell.peer("buffer"), CALL),
+        parts=Parts(folder.collected, config.collect.jsonl),
+        decode=load_decoder(Path(shell.identity.model_path)),
+        recorder=open_recorder(
+            folder.path, config.metrics, name=config.name, run_config=config.model_dump(mode="json")
+        ),
+        deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=CALL),
+        report=folder.collected / "report.json",
+    )
 
 
 def build_critic(shell: Any, ranks: Sequence[str]) -> Critic:

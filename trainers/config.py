@@ -284,9 +284,9 @@ class CriticConfig(RanksConfig):
 
 
 class TrainersConfig(Strict):
-    """The trainers of a run: to be read by role, like a mapping."""
+    """The trainers of a run: to be read by role, like a mapping. Empty in a job (see `collect`)."""
 
-    policy: TrainerConfig
+    policy: TrainerConfig | None = Field(None, description="Needed, unless the run has `collect` in place of trainers.")
     critic: CriticConfig | None = Field(None, description="Needed by `ppo`, and by nothing else.")
 
     @overload
@@ -302,6 +302,7 @@ class TrainersConfig(Strict):
         yield from (role for role, _ in self.items())
 
     def items(self) -> Iterator[tuple[str, TrainerConfig | CriticConfig]]:
-        yield "policy", self.policy
+        if self.policy is not None:
+            yield "policy", self.policy
         if self.critic is not None:
             yield "critic", self.critic
