@@ -2,8 +2,8 @@
 
 Columns are flat numpy arrays by name, one dict for one stage of one row; offsets say where each sample begins. A maker checks
 what it made with `validate_answer` before it answers, so an error carries the row and sample it belongs to.
-`rollout`, `reward` and `reference` have the schemas below; the columns of any other stage are flat numeric arrays of its
-own choice.
+`rollout`, `reward`, `reference` and `teacher` have the schemas below; the columns of any other stage are flat numeric arrays of
+its own choice.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Columns = dict[str, np.ndarray]
 # some hundreds. What is really wrong (probabilities, a missing sign, other logits) lies far beyond.
 MAX_LOGPROB = 1e-4
 
+NO_POLICY = -1  # version of the tokens of a row that no policy made: they are a dataset's
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = 0, 1
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).smallest_subnormal)  # finite, above 0
 NO_INPUTS: Mapping[str, Columns] = {}
@@ -29,7 +30,7 @@ NO_INPUTS: Mapping[str, Columns] = {}
 
 class Column(NamedTuple):
     dtype: type[np.generic]
-    per: Literal["prompt token", "response token", "sample", "sample boundary"]
+    per: Literal["prompt token", "response token", "sample", "sample boundary", "response token x K"]
 
 
 ROLLOUT: Mapping[str, Column] = {
@@ -45,6 +46,13 @@ REWARD: Mapping[str, Column] = {"rewards": Column(np.float32, "sample")}
 REWARD_FUNCTION = Column(np.float32, "sample")  # of a column named `reward/NAME`, unweighted
 REFERENCE: Mapping[str, Column] = {
     "reference_logprobs": Column(np.float32, "response token"),  # of a frozen policy, at the row's `temperatures`
+}
+# K tokens for each response token, K the same all over the row (and the run): the likeliest first, whatever was sampled.
+TEACHER: Mapping[str, Column] = {
+    "teacher_ids": Column(np.int32, "response token x K"),
+    "teacher_logprobs": Column(np.float32, "response token x K"),  # at temperature 1
+    "teacher_mass": Column(np.float32, "response token"),  # the probability of the K together; 0 where K is 0
+    "teacher_target_logprobs": Column(np.float32, "response token"),  # of the token that was sampled
 }
 
 
@@ -71,6 +79,9 @@ def validate_columns(
         elif lease.stage == "reference":
             _check_schema(columns, REFERENCE)
             _check_reference(columns, inputs)
+        elif lease.stage == "teacher":
+            _check_schema(columns, TEACHER)
+            _check_teacher(columns, inputs)
     except ValueError as error:
         raise ValueError(f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage}: {error}") from None
 
@@ -88,13 +99,19 @@ def validate_answer(
     if lease.stage == "rollout":
         versions = columns["policy_versions"]
         told |= {"tokens": produced.tokens, "min_version": produced.min_version, "max_version": produced.max_version}
-        found |= {"tokens": versions.size, "min_version": int(versions.min()), "max_version": int(versions.max())}
+        first, last = (None, None) if made_by_none(versions) else (int(versions.min()), int(versions.max()))
+        found |= {"tokens": versions.size, "min_version": first, "max_version": last}
     wrong = [f"{name} {told[name]}, not {value}" for name, value in found.items() if told[name] != value]
     if wrong:
         raise ValueError(
             f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage}: the answer beside the columns says "
             f"{'; '.join(wrong)}"
         )
+
+
+def made_by_none(policy_versions: np.ndarray) -> bool:
+    """Whether a row's tokens are a dataset's, and have no age."""
+    return bool(policy_versions.max() == NO_POLICY)
 
 
 def _check_arrays(columns: Mapping[str, np.ndarray]) -> None:
@@ -126,8 +143,9 @@ def _check_rollout(columns: Mapping[str, np.ndarray], samples: int, min_version:
         _require_between(columns[name], name, "a token id is >= 0", 0)
     logprobs, versions = columns["behaviour_logprobs"], columns["policy_versions"]
     _check_logprobs(logprobs, "behaviour_logprobs", offsets)
-    newer = f"the lease needs {min_version} or newer"
-    _require_between(versions, "policy_versions", newer, min_version, offsets=offsets)
+    if not (made_by_none(versions) and versions.min() == NO_POLICY):
+        newer = f"the lease needs {min_version} or newer"
+        _require_between(versions, "policy_versions", newer, min_version, offsets=offsets)
     if versions[0] != versions[-1] or versions.min() != versions.max():
         _check_growth(versions, offsets)
     reasons, temperatures = columns["finish_reasons"], columns["temperatures"]
@@ -156,11 +174,35 @@ def _check_rewards(columns: Mapping[str, np.ndarray], samples: int) -> None:
 
 
 def _check_reference(columns: Mapping[str, np.ndarray], inputs: Mapping[str, Columns]) -> None:
-    if "rollout" not in inputs:
-        raise ValueError("is made from the columns of `rollout`, so the maker has to name that stage in its `needs`")
-    offsets = inputs["rollout"]["response_offsets"]
+    offsets = _offsets_of(inputs)
     _check_lengths(columns, REFERENCE, {"response token": int(offsets[-1])})
     _check_logprobs(columns["reference_logprobs"], "reference_logprobs", offsets)
+
+
+def _check_teacher(columns: Mapping[str, np.ndarray], inputs: Mapping[str, Columns]) -> None:
+    offsets = _offsets_of(inputs)
+    tokens = int(offsets[-1])
+    _check_lengths(columns, TEACHER, {"response token": tokens})
+    ids, logprobs, mass = columns["teacher_ids"], columns["teacher_logprobs"], columns["teacher_mass"]
+    if ids.size % tokens or logprobs.size != ids.size:
+        raise ValueError(
+            f"teacher_ids has {ids.size} and teacher_logprobs {logprobs.size} entries: both need K for each of the {tokens} "
+            "response tokens"
+        )
+    _check_logprobs(columns["teacher_target_logprobs"], "teacher_target_logprobs", offsets)
+    _require_between(mass, "teacher_mass", "a probability lies between 0 and 1", 0.0, 1.0, offsets)
+    if ids.size:
+        k = ids.size // tokens
+        _require_between(ids, "teacher_ids", "a token id is >= 0", 0, offsets=offsets * k)
+        _check_logprobs(logprobs, "teacher_logprobs", offsets * k)
+        best_first = np.diff(logprobs.reshape(tokens, k), prepend=np.inf).reshape(-1) <= 0
+        _require(best_first, logprobs, "teacher_logprobs", "the likeliest token comes first", offsets * k)
+
+
+def _offsets_of(inputs: Mapping[str, Columns]) -> np.ndarray:
+    if "rollout" not in inputs:
+        raise ValueError("is made from the columns of `rollout`, so the maker has to name that stage in its `needs`")
+    return inputs["rollout"]["response_offsets"]
 
 
 def _check_lengths(

@@ -45,10 +45,22 @@ def build_maker(
         from makers.reward import RewardMaker
 
         return RewardMaker(config, name=name, model_path=model_path)
+    if isinstance(config, settings.TeacherMaker):
+        from makers.teacher import TeacherMaker
+
+        return TeacherMaker(config, name=name, model_path=model_path, sleeps=sleeps)
+    if isinstance(config, settings.ReferenceMaker) and config.engine is not None:
+        from makers.engine_reference import EngineReferenceMaker
+
+        return EngineReferenceMaker(config, config.engine, name=name, model_path=model_path, sleeps=sleeps)
     if isinstance(config, settings.ReferenceMaker):
         from makers.reference import ReferenceMaker
 
         return ReferenceMaker(config, name=name, model_path=model_path)
+    if isinstance(config, settings.DatasetMaker):
+        from makers.dataset import DatasetMaker
+
+        return DatasetMaker(config, name=name, model_path=model_path)
     return _custom(config, name)
 
 

@@ -1,6 +1,6 @@
 """What makes a config impossible: one small check for each reason. Pure.
 
-Every check yields one line for each problem, with the key, the numbers and the remedy. `CHECKS` is the table that
+Every check yields one line for each problem, with the key, the numbers and the remedy. `checks_of` is the table that
 `topology.plan.make_plan` walks.
 """
 
@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 
-from makers.config import MakerConfig, ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker
+from makers.config import (
+    DatasetMaker,
+    MakerConfig,
+    ModelConfig,
+    ReferenceMaker,
+    RewardMaker,
+    RolloutMaker,
+    TeacherMaker,
+)
 from topology.config import RunConfig
+from topology.job_checks import JOB_CHECKS
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
-from topology.roles import POLICY, stages_of
-from trainers.config import DistillAlgorithm, MegatronBackend, Ppo
+from topology.roles import POLICY, makers_that_pull, model_of, samples_of, samples_of_row, stages_of
+from topology.scoring_checks import check_references, check_scoring, check_teachers, scoring_engine
+from trainers.config import ClippedPolicy, CustomAlgorithm, DistillAlgorithm, Dpo, MegatronBackend, Ppo, Sft
 from trainers.parallel import unsupported
 
 
@@ -25,6 +35,13 @@ def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             yield (
                 f"trainers.{role}.minibatches: {groups} groups_per_step cannot be split into {trainer.minibatches} equal "
                 f"minibatches: use a divisor of {groups}"
+            )
+    for group, maker in config.makers.items():
+        alone = isinstance(maker, RolloutMaker) and maker.sampling.n < 2
+        if alone and isinstance(algorithm, ClippedPolicy) and algorithm.needs_groups:
+            yield (
+                f"makers.{group}.sampling.n: 1, but trainers.policy.algorithm `{algorithm.type}` compares the samples of a "
+                "prompt, so that one alone teaches nothing: use 2 or more, or `reinforce_plus_plus` or `ppo`"
             )
     critic = config.trainers.critic
     if isinstance(algorithm, Ppo) and critic is None:
@@ -83,10 +100,11 @@ def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     for role, trainer in config.trainers.items():
         backend = trainer.backend
-        rollouts = [maker for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
-        if not isinstance(backend, MegatronBackend) or not rollouts:
+        if not isinstance(backend, MegatronBackend) or "rollout" not in stages_of(config):
             continue
-        groups, n = config.trainers[POLICY].groups_per_step / trainer.minibatches, rollouts[0].sampling.n
+        policy = config.trainers[POLICY]
+        groups = policy.groups_per_step / trainer.minibatches
+        n = 1 if isinstance(policy.algorithm, Dpo) else samples_of(config)  # a pair is not shared out
         if backend.data_parallel > groups * n:
             yield (
                 f"trainers.{role}.backend.data_parallel: {backend.data_parallel} ranks for the {groups * n:g} samples of an "
@@ -94,16 +112,53 @@ def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
+def _check_rollouts(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    if "rollout" in stages_of(config) and not any(samples_of_row(m) for m in config.makers.values()):
+        yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
+
+
 def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     provided = set(stages_of(config))
-    if "rollout" in provided and not any(isinstance(maker, RolloutMaker) for maker in config.makers.values()):
-        yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
     for stage in config.trainers[POLICY].stages:
         if stage not in provided:
             penalty = ", or set trainers.policy.algorithm.kl_coef to 0" if stage == "reference" else ""
             yield (
                 f"makers: no group provides `{stage}`, which trainers.policy needs; "
                 f"add one with `kind: {stage}`{penalty} (groups: {', '.join(config.makers)})"
+            )
+
+
+def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """Rows of a dataset and algorithms that learn from them belong together."""
+    datasets = {group: maker for group, maker in config.makers.items() if isinstance(maker, DatasetMaker)}
+    algorithm = config.trainers[POLICY].algorithm
+    key = "trainers.policy.algorithm"
+    if isinstance(algorithm, Sft | Dpo):
+        if config.trainers[POLICY].distill is not None:
+            yield f"trainers.policy.distill: is not read by `{algorithm.type}`: remove it, or use `distill` with `sft_alpha`"
+        if not datasets:
+            columns = "chosen: COLUMN, rejected: COLUMN" if algorithm.pairs else "completion: COLUMN"
+            yield f"{key}: `{algorithm.type}` learns from a dataset: add a group {{kind: dataset, {columns}}} to makers"
+        if config.evaluation is not None:
+            yield f"evaluation: samples rollouts, but `{algorithm.type}` has no group that makes any: remove it"
+        if makers_that_pull(config):
+            yield f"{key}: `{algorithm.type}` learns from datasets alone: remove the groups of `kind: rollout`"
+        for group, maker in datasets.items():
+            if algorithm.pairs and maker.samples != 2:
+                yield f"makers.{group}: `dpo` learns from pairs: name the columns `chosen` and `rejected`"
+            if not algorithm.pairs and maker.samples != 1:
+                yield f"makers.{group}: `sft` learns from completions, not from pairs: name the column `completion`, or use `dpo`"
+    elif datasets and not isinstance(algorithm, CustomAlgorithm):
+        yield (
+            f"makers.{next(iter(datasets))}: `{algorithm.type}` needs rows that its policy sampled: use `sft` or `dpo`, or a "
+            "group of `kind: rollout`"
+        )
+    for (first, one), (group, other) in combinations(datasets.items(), 2):
+        shared = one.route is None or one.route.meets(other.route)
+        if shared and (one.columns, one.max_tokens) != (other.columns, other.max_tokens):
+            yield (
+                f"makers.{group}: has other columns or max_tokens than makers.{first}, but a row comes from one of the two "
+                "groups, whichever is free: give both the same, or a route each"
             )
 
 
@@ -120,9 +175,11 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 "groups, whichever is free: give both the same functions, put all of them into one group, or give the groups "
                 "a `route` each, with no value in common"
             )
-    references = {group: maker for group, maker in config.makers.items() if isinstance(maker, ReferenceMaker)}
-    for first, second in _rivals(references):
-        if _frozen(references[first]) != _frozen(references[second]):
+    for kind in (ReferenceMaker, TeacherMaker):
+        frozen = {group: maker for group, maker in config.makers.items() if isinstance(maker, kind)}
+        for first, second in _rivals(frozen):
+            if _frozen(frozen[first]) == _frozen(frozen[second]):
+                continue
             yield (
                 f"makers.{second}: has another model or dtype than makers.{first}, but a row is scored by one of the two "
                 "groups, whichever is free: give both the same, or a `route` each, with no value in common"
@@ -155,10 +212,17 @@ def _rivals(groups: Mapping[str, MakerConfig]) -> Iterator[tuple[str, str]]:
 
 
 def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """Of makers with the run's model; `check_own_models` sees to the others."""
     for group, maker in config.makers.items():
-        if not isinstance(maker, RolloutMaker):
-            continue
-        engine, gpus = maker.engine, maker.resources.gpus
+        if model_of(maker) is None:
+            yield from _check_engine(group, maker, model)
+            yield from check_scoring(config, group, model)
+
+
+def _check_engine(group: str, maker: MakerConfig, model: ModelInfo) -> Iterator[str]:
+    engine = maker.engine if isinstance(maker, RolloutMaker) else scoring_engine(maker)
+    if engine is not None:
+        gpus = maker.resources.gpus
         tensor, stages, where = engine.tensor_parallel, engine.pipeline_parallel, f"makers.{group}.engine"
         columns = model.expert_intermediate if model.experts else model.intermediate
         for what, count in (("attention heads", model.heads), ("intermediate columns", columns)):
@@ -182,8 +246,12 @@ def _check_engines(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
-def _frozen(maker: ReferenceMaker) -> tuple[ModelConfig | None, str]:
-    return maker.model, maker.dtype
+def _frozen(maker: ReferenceMaker | TeacherMaker) -> tuple[ModelConfig | None, str]:
+    if isinstance(maker, ReferenceMaker) and maker.engine is None:
+        return maker.model, maker.dtype
+    engine = scoring_engine(maker)
+    assert engine is not None, "transformers is what a reference without an engine has"
+    return maker.model, engine.dtype
 
 
 def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -205,6 +273,22 @@ def _check_reward_time(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                     f"makers.{group}: {maker.slots} slots over {maker.workers} worker(s) may take {longest:g} s with these "
                     f"function timeouts, more than buffer.lease_timeout {config.buffer.lease_timeout:g}: lower slots, raise "
                     "workers, or raise buffer.lease_timeout"
+                )
+
+
+def _check_overlong(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """A penalty that begins beyond what is ever sampled would silently do nothing."""
+    budgets = [maker.sampling.max_tokens for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
+    for group, maker in config.makers.items():
+        for index, function in enumerate(maker.functions if isinstance(maker, RewardMaker) else ()):
+            options = function.options
+            if function.name != "overlong" or not {"max_tokens", "cache"} <= options.keys() or not budgets:
+                continue
+            free = options["max_tokens"] - options["cache"]
+            if free >= max(budgets):
+                yield (
+                    f"makers.{group}.functions.{index}.options: the penalty begins after {free} tokens (max_tokens - cache), "
+                    f"but no sample is longer than sampling.max_tokens {max(budgets)}: lower max_tokens, or raise cache"
                 )
 
 
@@ -252,6 +336,10 @@ def _check_evaluation(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> Iterator[str]:
     """A maker with a model of its own must be able to take every row that the rollout makers make."""
     for group, own in own_models.items():
+        yield from _check_engine(group, config.makers[group], own)
+        yield from check_scoring(config, group, own)
+        if scoring_engine(config.makers[group]) is not None:
+            continue  # its engine says how much it takes
         for rollout, maker in config.makers.items():
             if isinstance(maker, RolloutMaker) and 0 < own.max_positions < maker.engine.max_model_len:
                 yield (
@@ -262,8 +350,8 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
 
 def check_teacher_of_ranks(config: RunConfig, model: ModelInfo, teacher: ModelInfo | None) -> Iterator[str]:
     """A teacher on the ranks is compared with the policy logit by logit, and split as it is."""
-    policy, key = config.trainers[POLICY], "trainers.policy.distill.teacher"
-    if policy.teacher is None or teacher is None:
+    policy, key = config.trainers.policy, "trainers.policy.distill.teacher"
+    if policy is None or policy.teacher is None or teacher is None:
         return
     if teacher.vocab != model.vocab:
         yield (
@@ -296,19 +384,31 @@ def _unsplittable(backend: MegatronBackend, model: ModelInfo) -> list[str]:
     )
 
 
-CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
+Check = Callable[[RunConfig, ModelInfo], Iterator[str]]
+CHECKS: tuple[Check, ...] = (
+    _check_rollouts,
+    _check_groups,
+    _check_engines,
+    _check_sampling,
+    _check_reward_time,
+    _check_overlong,
+    _check_cluster,
+    check_teachers,
+    check_references,
+    *PLACEMENT_CHECKS,
+)
+TRAINING_CHECKS: tuple[Check, ...] = (
     _check_trainers,
     _check_distill,
     _check_parallel,
     _check_idle_ranks,
     _check_columns,
-    _check_groups,
-    _check_engines,
-    _check_sampling,
-    _check_reward_time,
+    _check_datasets,
     _check_optimizer,
     _check_buffer,
-    _check_cluster,
     _check_evaluation,
-    *PLACEMENT_CHECKS,
 )
+
+
+def checks_of(config: RunConfig) -> tuple[Check, ...]:
+    return (*(JOB_CHECKS if config.collect is not None else TRAINING_CHECKS), *CHECKS)

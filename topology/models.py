@@ -63,9 +63,13 @@ def resolve_model(path: str, cache: Path | None = None) -> Path:
     if folder.is_dir():
         _check_checkpoint(folder)
         return folder.resolve()
-    if path not in RECIPES:
+    base, _, layers = path.partition(FIRST)
+    if base not in RECIPES or (layers and not layers.isdecimal()):
         known = ", ".join(sorted(RECIPES))
-        raise ModelError(f"model.path {path!r}: no such folder, and not a known name; known names: {known}")
+        raise ModelError(
+            f"model.path {path!r}: no such folder, and not a known name; known names: {known}, each also with `{FIRST}N`: its "
+            "first N layers"
+        )
     target = (cache or _default_cache()) / "models" / f"{path}-r{RECIPE_REVISION}"
     if not target.is_dir():
         _prepare(path, target)
@@ -182,7 +186,11 @@ def _prepare(name: str, target: Path) -> None:
     building = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     try:
         with _no_progress_bars():
-            RECIPES[name](building)
+            base, _, layers = name.partition(FIRST)
+            if layers:
+                _make_first_layers(building, resolve_model(base, cache=target.parent.parent), int(layers))
+            else:
+                RECIPES[base](building)
         building.chmod(0o755)
         try:
             building.rename(target)
@@ -229,6 +237,22 @@ def _make_smollm2(folder: Path) -> None:
     model.load_state_dict(quantized.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=files[0].name)
     _save(folder, model, tokenizer)
+
+
+def _make_first_layers(folder: Path, whole: Path, layers: int) -> None:
+    """A student for distillation: the model in `whole` with its first layers only. It has the tokenizer, and much to learn."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    there = model_info(whole).layers
+    if not 1 <= layers < there:
+        raise ModelError(f"{layers} first layers of a model with {there}: use 1 to {there - 1}")
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16)
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:layers]
+    _save(folder, model, AutoTokenizer.from_pretrained(whole))
 
 
 def _make_tiny(folder: Path, family: str) -> None:
@@ -294,6 +318,7 @@ def _save(folder: Path, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
+FIRST = "-first-"  # between the name of a model and how many of its layers a student gets
 TINY_VOCAB = 320
 TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 CHATML = (
@@ -314,7 +339,7 @@ def main(arguments: list[str]) -> int:
     """`python -m topology.models NAME`: prepare NAME (or check a folder) and print the folder."""
     if len(arguments) != 1:
         print(
-            f"usage: python -m topology.models NAME   (NAME: a folder, or {', '.join(sorted(RECIPES))})",
+            f"usage: python -m topology.models NAME   (NAME: a folder, {', '.join(sorted(RECIPES))}, one of these and {FIRST}N)",
             file=sys.stderr,
         )
         return 2

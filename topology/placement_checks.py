@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from makers.config import RewardMaker, RolloutMaker
+from makers.config import ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
 from topology.bundles import device, devices_of, units
 from topology.config import RunConfig
 from topology.models import ModelInfo
@@ -99,7 +99,12 @@ def _check_gpu_sets(config: RunConfig, key: str, names: list[str]) -> Iterator[s
         gpus = (config.makers.get(name) or config.trainers[name]).resources.gpus
         if gpus % 1:
             yield f"{key}: {name} asks for {gpus:g} GPUs, but turns are taken on whole ones: set gpus: {math.ceil(gpus)}"
-    engines = {name: maker.engine for name in names if isinstance(maker := config.makers.get(name), RolloutMaker)}
+    engines = {
+        name: engine
+        for name in names
+        if isinstance(maker := config.makers.get(name), RolloutMaker | TeacherMaker | ReferenceMaker)
+        and (engine := maker.engine) is not None
+    }
     shares = sum(engine.gpu_memory_utilization for engine in engines.values())
     if shares > 1:
         yield (

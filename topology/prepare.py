@@ -20,7 +20,7 @@ from topology.config import ConfigError, RunConfig, load_config
 from topology.joining import cluster_address, connected
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.plan import GIB, Plan, make_plan
-from topology.roles import POLICY, model_of
+from topology.roles import model_of
 from topology.vocabulary import difference
 from trainers.config import CustomAlgorithm, TrainerConfig
 
@@ -80,7 +80,7 @@ def _own_models(config: RunConfig, policy: Path) -> dict[str, ModelInfo]:
 
 def _teacher_of_ranks(config: RunConfig, policy: Path) -> ModelInfo | None:
     """A teacher's logits are compared with the policy's one by one: same tokenizer, same size, or ConfigError."""
-    teacher = config.trainers[POLICY].teacher
+    teacher = None if config.trainers.policy is None else config.trainers.policy.teacher
     if teacher is None:
         return None
     key = "trainers.policy.distill.teacher.model"
@@ -134,7 +134,8 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
 
     changes: dict[str, Any] = {"prompts": absolute(config.prompts), "model": located(config.model)}
     trainers = config.trainers
-    changes["trainers"] = trainers.model_copy(update={"policy": taught_at_home(trainers.policy)})
+    if trainers.policy is not None:
+        changes["trainers"] = trainers.model_copy(update={"policy": taught_at_home(trainers.policy)})
     changes["makers"] = {group: at_home(maker) for group, maker in config.makers.items()}
     if config.evaluation is not None:
         changes["evaluation"] = config.evaluation.model_copy(update={"prompts": absolute(config.evaluation.prompts)})
@@ -181,9 +182,9 @@ def _check_own_code(config: RunConfig) -> None:
     from makers.dotted import check_dotted
 
     paths = {f"makers.{group}.kind": m.kind for group, m in config.makers.items() if isinstance(m, CustomMaker)}
-    algorithm = config.trainers[POLICY].algorithm
-    if isinstance(algorithm, CustomAlgorithm):
-        paths[f"trainers.{POLICY}.algorithm.type"] = algorithm.type
+    for role, trainer in config.trainers.items():
+        if isinstance(trainer.algorithm, CustomAlgorithm):
+            paths[f"trainers.{role}.algorithm.type"] = trainer.algorithm.type
     for key, path in paths.items():
         try:
             check_dotted(path)

@@ -44,6 +44,25 @@ class Sample:
     truncated: bool  # cut at max_tokens, rather than stopped
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """The samples of one row to be scored, each behind the same prompt."""
+
+    prompt_ids: Sequence[int]  # [prompt tokens]
+    responses: Sequence[np.ndarray]  # int32 [tokens] of each sample
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a frozen model says at each token of one sample, at temperature 1."""
+
+    token_ids: np.ndarray  # int32 [tokens]: the response, as it was scored
+    logprobs: np.ndarray  # float32 [tokens], of those tokens
+    top_ids: np.ndarray  # int32 [tokens, top_k], the likeliest first
+    top_logprobs: np.ndarray  # float32 [tokens, top_k]
+
+
 class Engine(Protocol):
     max_model_len: int  # prompt and completion together, tokens
 

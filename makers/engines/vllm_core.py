@@ -20,7 +20,7 @@ makes neighbouring groups share samples, and would return them all at the end on
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +76,11 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 class _Group:
     """A group in the engine: its samples arrive one by one."""
 
-    def __init__(self, request: GroupRequest, requests: list[str]) -> None:
+    def __init__(self, request: Any, requests: list[str]) -> None:
+        self.request = request
         self.requests = requests
-        self.samples: list[Sample | None] = [None] * len(request.seeds)
-        self.missing = len(request.seeds)
+        self.samples: list[Any] = [None] * len(requests)
+        self.missing = len(requests)
 
 
 class VllmCore:
@@ -96,7 +97,7 @@ class VllmCore:
         self.quarantined: str | None = None  # why nothing may be generated
         self._recompute = recompute
         self._sleeps = sleeps
-        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config, model_path, seed, sleeps)))
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**self._arguments(config, model_path, seed, sleeps)))
         self._engine.set_weight_version(str(version))
         if (
             config.pipeline_parallel > 1
@@ -121,11 +122,11 @@ class VllmCore:
 
         entered: list[str] = []
         try:
-            for index, seed in enumerate(request.seeds):
+            for index, (prompt_ids, settings) in enumerate(self._asked(request)):
                 name = f"{group}/{index}/{self._next_request}"
                 self._next_request += 1
-                prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids), cache_salt=str(self.version))
-                self._engine.add_request(name, prompt, _sampling_params(request, seed))
+                prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=str(self.version))
+                self._engine.add_request(name, prompt, settings)
                 entered.append(name)
                 self._owner[name] = (group, index)
         except BaseException as error:
@@ -148,7 +149,7 @@ class VllmCore:
         for output in self._engine.step():
             group, index = self._owner.pop(output.request_id)
             state = self._groups[group]
-            state.samples[index] = _sample(output.outputs[0])
+            state.samples[index] = self._answer(state.request, index, output)
             state.missing -= 1
             if state.missing == 0:
                 del self._groups[group]
@@ -202,6 +203,18 @@ class VllmCore:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+    def _arguments(self, config: VllmEngine, model_path: str, seed: int, sleeps: bool) -> dict[str, Any]:
+        return engine_arguments(config, model_path, seed, sleeps)
+
+    def _asked(self, request: GroupRequest) -> Iterator[tuple[list[int], Any]]:
+        """What vLLM is asked for each sample of a group: token ids and SamplingParams."""
+        for seed in request.seeds:
+            yield list(request.prompt_ids), _sampling_params(request, seed)
+
+    def _answer(self, request: GroupRequest, index: int, output: Any) -> Sample:
+        """From what vLLM returned for the sample `index` of a group."""
+        return _sample(output.outputs[0])
 
     def _bring_home(self) -> None:
         """End the batches that pipeline stages are working on: their tokens are of the version that is in now."""

@@ -148,3 +148,53 @@ def test_what_an_answer_says_of_its_columns_must_be_true():
     validate_answer(lease("reward"), Produced(2, 0, 8), rewards)
     with pytest.raises(ValueError, match="says nbytes 9, not 8"):
         validate_answer(lease("reward"), Produced(2, 0, 9), rewards)
+
+
+def teacher(**changes: Any) -> dict[str, np.ndarray]:
+    """Two tokens kept of each of the five."""
+    columns = {
+        "teacher_ids": np.array([5, 1, 6, 2, 3, 7, 8, 0, 9, 4], np.int32),
+        "teacher_logprobs": np.array([-0.5, -1.5] * 5, np.float32),
+        "teacher_mass": np.full(5, 0.83, np.float32),
+        "teacher_target_logprobs": np.full(5, -0.5, np.float32),
+    }
+    return {**columns, **changes}
+
+
+def test_a_teachers_columns_hold_the_same_number_of_tokens_for_each_response_token_also_none():
+    validate_columns(lease("teacher"), teacher(), 2, {"rollout": rollout()})
+    none = {
+        "teacher_ids": np.zeros(0, np.int32),
+        "teacher_logprobs": np.zeros(0, np.float32),
+        "teacher_mass": np.zeros(5, np.float32),
+    }
+    validate_columns(lease("teacher"), teacher(**none), 2, {"rollout": rollout()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"teacher_ids": np.arange(9, dtype=np.int32)},
+            "teacher_ids has 9 and teacher_logprobs 10 entries: both need K",
+        ),
+        (
+            {"teacher_mass": np.full(4, 0.5, np.float32)},
+            "teacher_mass has 4 entries, not 5 (one for each response token)",
+        ),
+        ({"teacher_mass": np.array([0.1, 0.2, 1.5, 0, 0], np.float32)}, "teacher_mass of sample 1, token 0, is 1.5"),
+        (
+            {"teacher_logprobs": np.array([-1, -2, -1, -2, -2, -1, -1, -2, -1, -2], np.float32)},
+            "teacher_logprobs of sample 1, token 1, is -1.0: the likeliest token comes first",
+        ),
+        (
+            {"teacher_target_logprobs": np.full(5, np.nan, np.float32)},
+            "teacher_target_logprobs of sample 0, token 0, is nan",
+        ),
+    ],
+)
+def test_bad_columns_of_a_teacher_are_refused(changes: dict[str, np.ndarray], message: str):
+    with pytest.raises(ValueError) as error:
+        validate_columns(lease("teacher"), teacher(**changes), 2, {"rollout": rollout()})
+    assert str(error.value).startswith("row 12 (prompt 'p12'), teacher: ")
+    assert message in str(error.value)

@@ -148,3 +148,22 @@ def test_the_command_prints_the_folder_and_imports_no_torch_for_a_prepared_model
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, f"{folder}\n"), done.stderr
+
+
+def test_a_student_is_the_first_layers_of_its_teacher_with_the_same_tokenizer(tmp_path):
+    from safetensors.torch import load_file
+
+    teacher, student = resolve_model("tiny-llama", tmp_path), resolve_model("tiny-llama-first-1", tmp_path)
+    assert (model_info(student).layers, model_info(student).vocab) == (1, model_info(teacher).vocab)
+    whole, part = (load_file(folder / "model.safetensors") for folder in (teacher, student))
+    assert part.keys() == {name for name in whole if ".layers.1." not in name}
+    assert all(part[name].equal(whole[name]) for name in part)
+    assert (student / "tokenizer.json").read_bytes() == (teacher / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["tiny-llama-first-2", "tiny-llama-first-0"])
+def test_a_student_has_some_of_the_layers_and_not_all(tmp_path, name):
+    with pytest.raises(ModelError, match="first layers of a model with 2: use 1 to 1"):
+        resolve_model(name, tmp_path)
+    with pytest.raises(ModelError, match="not a known name"):
+        resolve_model("tiny-llama-first-x", tmp_path)

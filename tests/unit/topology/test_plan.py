@@ -97,6 +97,7 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         (("makers.rollout.sampling.max_tokens=256",), "256 leaves no room for a prompt in engine.max_model_len 256"),
         (("makers.rollout.engine.max_model_len=10000",), "10000 is more than the model's 8192 positions"),
         (("makers.rollout.sampling.n=80",), "one group of 80 samples does not fit engine.max_num_seqs 64"),
+        (("makers.rollout.sampling.n=1",), "sampling.n: 1, but trainers.policy.algorithm `grpo` compares the samples"),
         (("makers.rollout.sampling.temperature=0",), "temperature 0 gives 8 equal samples"),
         (("buffer.window=3",), "buffer.window: 3 is read only with `order: window`"),
         (
@@ -105,6 +106,10 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         ),
         (("trainers.policy.optimizer.warmup_steps=999",), "warmup_steps: 999 is more than the 20 steps"),
         (("trainers.policy.optimizer.schedule=constant",), "min_lr: 6e-06 is not read with `schedule: constant`"),
+        (
+            ("makers.reward.functions.0={name: overlong, options: {max_tokens: 40, cache: 8}}",),
+            r"functions.0.options: the penalty begins after 32 tokens .* longer than sampling.max_tokens 24",
+        ),
         (("weights.every=50",), "no version would ever be published"),
         (("evaluation.at_start=false", "evaluation.at_end=false"), "nothing would be evaluated"),
         (
@@ -268,6 +273,57 @@ def test_groups_of_one_stage_may_differ_where_their_routes_have_no_row_in_common
     second = "makers.second={kind: reward, functions: [{name: exact_match}], route: {column: task, values: [b]}}"
     plan = make_plan(demo("makers.reward.route={column: task, values: [a]}", second), SMOL, ROOMY)
     assert ("buffer", "maker/second", "leases of rows with task in ['b']") in plan.edges
+
+
+TEACHER = "makers.teacher={kind: teacher, engine: {max_model_len: 600}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (TEACHER,),
+            "makers.teacher: nobody reads what a teacher says, as trainers.policy does not distil: remove the group",
+        ),
+        (
+            (TEACHER, "makers.teacher.top_k=null"),
+            r"makers.teacher.top_k: null asks for the full vocabulary .*: set top_k \(64, say\), or use a colocated teacher "
+            r"\(trainers.policy.distill.teacher\)",
+        ),
+        ((TEACHER, "makers.teacher.top_k=49153"), "makers.teacher.top_k: 49153 is more than the 49152 tokens"),
+        (
+            (TEACHER, "makers.teacher.engine.max_model_len=64"),
+            r"makers.teacher.engine.max_model_len: 64 for rows of makers.rollout with up to \d+ tokens, .* set it to at least",
+        ),
+        ((TEACHER, "makers.teacher.engine.max_model_len=9000"), "9000 is more than the model's 8192 positions"),
+        (
+            (TEACHER, "makers.teacher.engine.tensor_parallel=2"),
+            "makers.teacher.engine.tensor_parallel: the model's 9 attention",
+        ),
+        (
+            (TEACHER, "makers.other={kind: teacher, top_k: 8, route: {column: a, values: [1]}}"),
+            r"makers.\*.top_k: all teacher groups need the same, got \[64, 8\]",
+        ),
+        (
+            (TEACHER, "makers.other={kind: teacher, model: {path: tiny-llama}}"),
+            "makers.other: has another model or dtype than makers.teacher",
+        ),
+        (
+            ("makers.reference={kind: reference, engine: {}}", "makers.rollout.sampling.temperature=0.7"),
+            "makers.reference.engine: vLLM gives the log-probs of given tokens at temperature 1 only, but makers.rollout "
+            "samples at 0.7",
+        ),
+        (
+            ("makers.reference={kind: reference, engine: {}, dtype: float32}",),
+            "makers.reference.dtype: float32 is not read with an engine",
+        ),
+    ],
+)
+def test_a_teacher_or_a_reference_on_an_engine_that_cannot_work_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(demo(*overrides), SMOL, ROOMY)
 
 
 def test_rollout_groups_may_sample_each_in_its_own_way_and_the_largest_budget_counts() -> None:
@@ -434,3 +490,22 @@ def test_a_teacher_on_the_ranks_is_counted_with_its_part_and_needs_no_group_of_m
     distill = "trainers.policy.distill={teacher: {model: other, dtype: float32}}"
     more = memory(SMOL, distill) - memory(None)
     assert more == pytest.approx(SMOL.parameters * 4 / 3 / 2**30)
+
+
+def test_sft_and_dpo_need_rows_of_a_dataset_and_nothing_else() -> None:
+    plan = make_plan(load_config("configs/sft-tiny.yaml"), replace(SMOL, max_positions=2048), ROOMY)
+    assert plan.arithmetic["samples per step"] == "16 groups x 1 samples = 16"
+    assert not any("weights" in edge for edge in plan.edges), "nobody pulls any"
+    for settings, said in (
+        (["makers.dataset={kind: dataset, chosen: a, rejected: b}"], "`sft` learns from completions, not from pairs"),
+        (["trainers.policy.algorithm={type: dpo}"], "`dpo` learns from pairs"),
+        (
+            ["makers={reward: {kind: reward, functions: [{name: exact_match}]}}"],
+            "`sft` learns from a dataset: add a group",
+        ),
+        (["makers.rollout={kind: rollout}"], "`sft` learns from datasets alone"),
+        (["trainers.policy.algorithm={type: grpo}"], "`grpo` needs rows that its policy sampled"),
+        (["makers.more={kind: dataset, completion: question}"], "has other columns or max_tokens than makers.dataset"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_plan(load_config("configs/sft-tiny.yaml", settings), SMOL, ROOMY)
