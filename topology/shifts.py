@@ -82,7 +82,7 @@ class Shifts:
         """Whose figures its metrics have. Training that is made anew reads it from the config."""
         makers = [member.name for member in self._crew.kind("maker") if member.state != "retired"]
         with suppress(RunFailed):
-            await self._crew.ask(self._crew.trainer, "makers_are", makers)
+            await self._crew.ask(self._crew.trainer, "makers_are", makers, within=10.0)
 
     async def _enlist(self, planned: PlannedActor) -> Member:
         crew = self._crew
