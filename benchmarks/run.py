@@ -22,10 +22,13 @@ from benchmarks.harness import Result, SideFailed, pin_cores, say
 
 BENCHES = (
     "dispatch",
+    "rewards",
     "makers_path",
     "learner",
     "rollout",
+    "teacher",
     "trainer_overhead",
+    "algorithms",
     "async_vs_sync",
     "loop",
 )  # in this order, the shortest first

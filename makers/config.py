@@ -42,6 +42,11 @@ class ReasoningGymPrompts(Strict):
     shuffle: bool = False
     epochs: int | None = Field(None, ge=1, description="Passes over the data; null means as many as the run needs.")
     suffix: str = Field("", description="Text added to the end of every question.")
+    teacher_prompt: str | None = Field(
+        None,
+        description="What a teacher sees instead, with {question} and {answer} filled in, as the column `teacher_prompt`; null: "
+        "the same as the student.",
+    )
 
 
 class FilePrompts(Strict):
@@ -144,9 +149,16 @@ class RolloutMaker(MakerGroup):
 
 
 class RewardFunction(Strict):
-    name: Literal["reasoning_gym", "math_verify", "exact_match", "regex"] | None = Field(None, description="Built in.")
+    name: Literal["reasoning_gym", "math_verify", "exact_match", "regex", "overlong", "http"] | None = Field(
+        None, description="Built in."
+    )
     path: str | None = Field(None, pattern=DOTTED, description="Your own: package.module:function.")
     weight: float = 1.0
+    normalise: Literal["none", "group", "running"] = Field(
+        "none",
+        description="Before the weight: group: minus the mean of the row's samples, over their standard deviation; running: "
+        "the same with the mean and deviation of every score this maker has seen.",
+    )
     timeout: float = Field(10.0, gt=0, description="Seconds for one call; then the process is killed.")
     options: dict[str, Any] = Field({}, description="Settings of a built-in one; keyword arguments of your own.")
     convention: Literal["row", "trl"] = Field(
@@ -159,6 +171,8 @@ class RewardFunction(Strict):
     def _name_or_path(self) -> RewardFunction:
         if (self.name is None) == (self.path is None):
             raise ValueError("give exactly one of `name` (built in) and `path` (package.module:function)")
+        if self.name is not None and self.convention != "row":
+            raise ValueError("`convention` is read for functions of your own (`path`) only: remove it")
         return self
 
 
@@ -169,6 +183,13 @@ class RewardMaker(MakerGroup):
     workers: int = Field(1, ge=1, description="Processes that call reward functions in one maker.")
     slots: int = Field(8, ge=1, description="Rows scored at once by one maker.")
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
+
+    @field_validator("functions")
+    @classmethod
+    def _weighs_something(cls, functions: list[RewardFunction]) -> list[RewardFunction]:
+        if not any(function.weight for function in functions):
+            raise ValueError("every weight is 0, so each reward would be 0: give one function a weight")
+        return functions
 
 
 class ReferenceMaker(MakerGroup):
@@ -191,6 +212,43 @@ class ReferenceMaker(MakerGroup):
     @property
     def cpu_threads(self) -> int:
         return self.resources.threads(self.threads)
+
+
+class DatasetMaker(MakerGroup):
+    """Rows as the prompts' own columns have them, for SFT and DPO: stage `rollout`, filled by no policy."""
+
+    kind: Literal["dataset"]
+    resources: Resources = Resources(cpus=0.1)
+    completion: str | None = Field(
+        None,
+        description="Column with the completion: text, or messages that end with the assistant's. null: the last turn of a "
+        "prompt that is messages.",
+    )
+    chosen: str | None = Field(None, description="Column with the better completion of a pair, for DPO.")
+    rejected: str | None = Field(None, description="Column with the worse one.")
+    max_tokens: int = Field(512, ge=1, description="Tokens of a completion, its end included.")
+    overlong: Literal["truncate", "fail"] = Field(
+        "truncate", description="A longer completion is cut, without its end; or its row fails as data."
+    )
+    slots: int = Field(16, ge=1, description="Rows held at once by one maker.")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> DatasetMaker:
+        if (self.chosen is None) != (self.rejected is None):
+            raise ValueError("a pair needs both columns, `chosen` and `rejected`")
+        if self.chosen is not None and self.completion is not None:
+            raise ValueError("give either `completion`, or `chosen` and `rejected`")
+        return self
+
+    @property
+    def samples(self) -> int:
+        """Of one row: a completion, or a pair (chosen first)."""
+        return 1 if self.chosen is None else 2
+
+    @property
+    def columns(self) -> tuple[str | None, ...]:
+        """Where the samples come from; None: the last turn of the prompt."""
+        return (self.completion,) if self.chosen is None else (self.chosen, self.rejected)
 
 
 class TeacherMaker(MakerGroup):
@@ -228,6 +286,7 @@ MakerConfig = Annotated[
     Annotated[RolloutMaker, Tag("rollout")]
     | Annotated[RewardMaker, Tag("reward")]
     | Annotated[ReferenceMaker, Tag("reference")]
+    | Annotated[DatasetMaker, Tag("dataset")]
     | Annotated[TeacherMaker, Tag("teacher")]
     | Annotated[CustomMaker, Tag("custom")],
     Discriminator(_maker_tag),

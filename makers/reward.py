@@ -1,8 +1,8 @@
 """The reward maker: scores the samples of a row with weighted functions, each called in a killable process.
 
-Guarantees: `rewards[i]` is the weighted sum over the functions for sample i, finite; whatever a function does (raises,
-returns NaN or the wrong number, prints, ends its process, never returns), the row fails as data with the function, the
-row and the reason named, and the next row is scored. Imports neither torch nor vllm.
+Guarantees: `rewards[i]` is the weighted sum over the functions, each on its own scale, for sample i, finite; whatever a
+function does (raises, returns NaN or the wrong number, prints, ends its process, never returns), the row fails as data
+with the function, the row and the reason named, and the next row is scored. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import numpy as np
 from buffer.records import DataFailure, InfraFailure, Lease, Produced
 from makers.config import RewardMaker as RewardMakerConfig
 from makers.maker import Columns
+from makers.rewards.calling import LENGTHS
 from makers.rewards.pool import Scores, WorkerPool
+from makers.rewards.scale import make_scale
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -33,6 +35,7 @@ class RewardMaker:
         self._name = name
         self._model_path = model_path
         self._weights = np.array([function.weight for function in config.functions])  # [functions]
+        self._scales = [make_scale(function.normalise) for function in config.functions]
         self._pool = WorkerPool(config.functions, workers=config.workers, start_timeout=config.start_timeout)
         self._decode: Decode
         self._running = 0
@@ -74,7 +77,8 @@ class RewardMaker:
         completions = split_and_decode(self._decode, rollout["response_ids"], rollout["response_offsets"])
         decoding = time.perf_counter() - start
         where = f"row {lease.row_id} (prompt {lease.prompt.id})"
-        scores = await self._pool.score(where, completions, lease.prompt.content, lease.prompt.fields)
+        fields = {**lease.prompt.fields, LENGTHS: np.diff(rollout["response_offsets"]).tolist()}
+        scores = await self._pool.score(where, completions, lease.prompt.content, fields)
         columns = self._columns(scores, where)
         seconds = decoding + sum(scores.seconds)
         self._rows += 1
@@ -92,7 +96,8 @@ class RewardMaker:
     def _columns(self, scores: Scores, where: str) -> Columns:
         values = np.array(scores.values, dtype=np.float64)  # [functions, samples]
         with np.errstate(over="ignore"):  # an overflow is reported below, with its row
-            rewards = (self._weights @ values).astype(np.float32)
+            weighed = [scale(row) for scale, row in zip(self._scales, values, strict=True)]
+            rewards = (self._weights @ np.array(weighed)).astype(np.float32)
         if not np.isfinite(rewards).all():
             raise DataFailure(f"{where}: the weighted sum of its rewards is not finite: {rewards.tolist()}")
         columns = {"rewards": rewards}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from buffer.config import Route
 from topology.capacity import PlannedActor
 from topology.changes import group_of, were_joining
 from topology.config import load_config
@@ -27,7 +28,7 @@ from topology.crew import Origin, RunFailed
 from topology.handles import ActorLost, call
 from topology.lifecycle import NotAllowed
 from topology.members import Member
-from topology.roles import stage_of, stages_of
+from topology.roles import routes_of, stage_of
 from topology.shifts import own_bundle
 from trainers.checkpoints import CheckpointError, last_whole
 
@@ -80,7 +81,7 @@ class Recovery:
             await self._crew.ask(self._crew.buffer, "maker_died", member.name, cause)
         if pause is None:
             told = self._given_up(member, cause)
-            if self._run.config.limits.restarts == 0 or not self._others_fill(self._stage(member)):
+            if self._run.config.limits.restarts == 0 or not self._others_fill(member):
                 self._run.fail(told)
             else:
                 self._run.event("gave_up", actor=member.name, cause=told)
@@ -128,7 +129,7 @@ class Recovery:
         if not self.training_is_down:
             await self._crew.connect_weights()
             with suppress(RunFailed):  # the trainer dies too: what comes in its place publishes
-                await self._crew.ask(self._crew.trainer, "refill")
+                await self._crew.ask(self._crew.consumer, "refill")
 
     async def there(self, member: Member) -> None:
         """Until others may rely on it. Raises RunFailed after limits.start seconds."""
@@ -194,6 +195,11 @@ class Recovery:
             for maker in (member for member in crew.training() if member.kind == "maker"):
                 await crew.ask(crew.buffer, "maker_died", maker.name, cause)
             await crew.make_anew(crew.training())
+            if crew.config.collect is not None:
+                await crew.start_training(self._run.origin)
+                await self.there(crew.buffer)
+                await crew.publish_start()
+                return
             await self._made(crew.weights)
             await self.there(crew.buffer)
             self._run.origin = await self._origin()
@@ -208,8 +214,8 @@ class Recovery:
         except RunFailed as error:
             if await self.training_was_lost(LOOK):
                 return  # somebody else of it died: once more
-            self._run.event("death", actor=crew.trainer.name, cause=str(error))
-            self.lost(crew.trainer, str(error))
+            self._run.event("death", actor=crew.consumer.name, cause=str(error))
+            self.lost(crew.consumer, str(error))
 
     async def _origin(self) -> Origin:
         """The last checkpoint, and the number after that of the newest version that anybody has seen."""
@@ -235,26 +241,33 @@ class Recovery:
         """What the run cannot go on without and is not there now."""
         if self.training_is_down:
             return f"training is made anew: {self._lost_cause}"
-        for name in ("buffer", "weights"):
+        for name in ("buffer", "weights") if self._crew.config.collect is None else ("buffer",):
             service = self._crew.members.get(name)
             if service is None:
                 return "the supervisor looks for the actors of the run"
             if not service.life.useful:
                 return f"{name} is made anew: {service.life.cause}"
-        for stage in stages_of(self._crew.config):
-            fills = [member for member in self._crew.kind("maker") if self._stage(member) == stage]
+        wanted = [(stage, route) for stage, routes in routes_of(self._crew.config).items() for route in routes]
+        for stage, route in sorted(wanted, key=str):
+            fills = [maker for maker in self._crew.kind("maker") if self._fills(maker, stage, route)]
             if not any(member.life.useful for member in fills):
                 comes = [member.name for member in fills if member.state in ("dead", "restarting", "starting", "stale")]
-                return f"no maker for {stage}: " + (f"{', '.join(comes)} is made anew" if comes else "attach one")
+                which = stage if route is None else f"{stage} of rows with {route}"
+                return f"no maker for {which}: " + (f"{', '.join(comes)} is made anew" if comes else "attach one")
         return None
 
-    def _others_fill(self, stage: str) -> bool:
-        fills = [member for member in self._crew.kind("maker") if self._stage(member) == stage]
+    def _others_fill(self, gone: Member) -> bool:
+        group = group_of(gone.name)
+        maker = self._crew.config.makers[group]
+        stage, route = stage_of(maker, group), maker.route
+        fills = [other for other in self._crew.kind("maker") if self._fills(other, stage, route)]
         return any(member.state not in ("retired", "draining") for member in fills)
 
-    def _stage(self, member: Member) -> str:
-        group = member.name.split("/")[1]
-        return stage_of(self._crew.config.makers[group], group)
+    def _fills(self, member: Member, stage: str, route: Route | None) -> bool:
+        """Whether the maker takes all rows of this route."""
+        group = group_of(member.name)
+        maker = self._crew.config.makers[group]
+        return stage_of(maker, group) == stage and maker.route in (None, route)
 
     # --- after a death of the supervisor itself -----------------------------------------------------------------------
 

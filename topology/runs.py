@@ -50,6 +50,7 @@ class RunFolder:
     metrics = property(lambda self: self.path / "metrics.jsonl")
     events = property(lambda self: self.path / "events.jsonl")
     checkpoints = property(lambda self: self.path / "checkpoints")
+    collected = property(lambda self: self.path / "collected")
     rows = property(lambda self: self.path / "rows")
     logs = property(lambda self: self.path / "logs")
     cluster_file = property(lambda self: self.path / "cluster.json")

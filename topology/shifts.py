@@ -80,9 +80,11 @@ class Shifts:
 
     async def _tell_trainer(self) -> None:
         """Whose figures its metrics have. Training that is made anew reads it from the config."""
+        if self._crew.config.collect is not None:
+            return  # a collector has no such metrics
         makers = [member.name for member in self._crew.kind("maker") if member.state != "retired"]
         with suppress(RunFailed):
-            await self._crew.ask(self._crew.trainer, "makers_are", makers, within=10.0)
+            await self._crew.ask(self._crew.consumer, "makers_are", makers, within=10.0)
 
     async def _enlist(self, planned: PlannedActor) -> Member:
         crew = self._crew

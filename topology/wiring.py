@@ -11,13 +11,15 @@ from topology.bundles import makers_in_turns, trainers_in_turns
 from topology.config import LimitsConfig
 from topology.handles import Peer, RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import CRITIC, POLICY, maker_names, max_response_tokens, rank_names
+from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, max_response_tokens, rank_names, stages_of
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
+from trainers.collecting.collector import Collector
+from trainers.collecting.parts import Parts
 from trainers.critic import Critic
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
-from trainers.ports import Deadlines, Evaluation, Schedule
+from trainers.ports import Deadlines, Evaluation, NumberOnly, Publisher, Schedule
 from trainers.rank_group import RankGroup
 from trainers.recorder import open_recorder
 from trainers.rows_writer import RowsWriter, load_decoder
@@ -48,7 +50,7 @@ def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> 
         planner=StepPlanner(settings, max_response_tokens(config)),
         ranks=group,
         rows=rows,
-        weights=RayPublisher(shell.peer("weights"), config.weights.timeout),
+        weights=_publisher(shell),
         makers=shell.statuses,
         recorder=open_recorder(
             folder.path, config.metrics, name=config.name, run_config=config.model_dump(mode="json")
@@ -66,6 +68,31 @@ def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> 
         turns=_turns(shell, rows, group),
         start_step=step,
         start_version=version,
+    )
+
+
+def _publisher(shell: Any) -> Publisher:
+    """Where nobody pulls weights a version is a number that admission goes by, and its weights are not copied."""
+    if not makers_that_pull(shell.config):
+        return NumberOnly()
+    return RayPublisher(shell.peer("weights"), shell.config.weights.timeout)
+
+
+def build_collector(shell: Any) -> Collector:
+    """The collector of the run that `shell` (a CollectorActor) belongs to."""
+    config, folder = shell.config, RunFolder(Path(shell.identity.folder))
+    limit = call_limit(config.limits)
+    return Collector(
+        config.collect,
+        stages=stages_of(config),
+        rows=RayRows(shell.peer("buffer"), limit),
+        parts=Parts(folder.collected, config.collect.jsonl),
+        decode=load_decoder(Path(shell.identity.model_path)),
+        recorder=open_recorder(
+            folder.path, config.metrics, name=config.name, run_config=config.model_dump(mode="json")
+        ),
+        deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=limit),
+        report=folder.collected / "report.json",
     )
 
 

@@ -1,6 +1,6 @@
 """The built-in reward functions. Each is a class whose fields are its options, called with the completions of a row.
 
-Guarantees: every score is a float in [0, 1] where the data allows one; data that cannot be scored (no reference
+Guarantees: every score is a float, in [0, 1] where the function judges an answer; data that cannot be scored (no reference
 answer, an unknown dataset) is an error, never a silent 0. `columns` names what the data must hold.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from makers.rewards.extract import check_mode, extract, same_answer
+from makers.rewards.http import Http
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,26 @@ class ReasoningGym:
         return scores if self.partial else [float(score >= 1.0) for score in scores]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Overlong:
+    """0 up to `max_tokens` - `cache` tokens, then falling evenly to -1 at `max_tokens`, and -1 beyond.
+
+    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
+    """
+
+    max_tokens: int
+    cache: int
+    columns = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= self.max_tokens:
+            raise ValueError(f"option cache: {self.cache!r} of max_tokens {self.max_tokens!r}; 0 < cache <= max_tokens")
+
+    def __call__(self, completions: list[str], completion_tokens: list[int], **fields: Any) -> list[float]:
+        free = self.max_tokens - self.cache
+        return [max(-1.0, min(0.0, (free - length) / self.cache)) for length in completion_tokens]
+
+
 def _gym_score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
     try:
         return float(dataset.score_answer(answer, entry))
@@ -191,7 +212,9 @@ def _reference(mode: str, text: str, field: str) -> str:
 
 BUILTIN: Mapping[str, Callable[..., Any]] = {
     "exact_match": ExactMatch,
+    "http": Http,
     "math_verify": MathVerify,
+    "overlong": Overlong,
     "reasoning_gym": ReasoningGym,
     "regex": Regex,
 }

@@ -18,7 +18,8 @@ from makers.dotted import load_dotted, short_traceback
 from makers.rewards.builtin import build_builtin
 
 FLOAT32_MAX = 3.4028234663852886e38
-GIVEN = {"row": ("completions", "prompt"), "trl": ("completions", "prompts")}
+LENGTHS = "completion_tokens"  # tokens of each completion, the end-of-sequence token among them
+GIVEN = {"row": ("completions", "prompt", LENGTHS), "trl": ("completions", "prompts", LENGTHS)}
 
 
 class RewardError(Exception):
@@ -65,7 +66,7 @@ class Call:
         arguments: dict[str, Any] = dict(fields)
         if self._convention == "trl":
             n, chat = len(completions), isinstance(prompt, list)
-            arguments = {name: [value] * n for name, value in fields.items()}
+            arguments = {name: value if name == LENGTHS else [value] * n for name, value in fields.items()}
             said = [[{"role": "assistant", "content": text}] if chat else text for text in completions]
             arguments |= {"completions": said, "prompts": [prompt] * n}
         else:

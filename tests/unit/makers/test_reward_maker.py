@@ -97,6 +97,31 @@ def test_rewards_are_the_weighted_sum_and_each_function_has_a_column(model_path)
     with_maker(model_path, functions, scenario)
 
 
+def test_functions_are_put_on_one_scale_before_their_weights_and_the_penalty_counts_tokens(model_path):
+    functions = [
+        {"name": "exact_match", "normalise": "group", "weight": 2.0},
+        {"name": "overlong", "options": {"max_tokens": 3, "cache": 2}},
+    ]
+
+    async def scenario(maker):
+        _, columns = await maker.make(lease(answer="3"), {"rollout": rollout("3", "it is", "3 <eos>", "it is 4 <eos>")})
+        assert columns["reward/exact_match"].tolist() == [1, 0, 1, 0]
+        assert columns["reward/overlong"].tolist() == [0, -0.5, -0.5, -1]
+        np.testing.assert_allclose(columns["rewards"], [2, -2.5, 1.5, -3], atol=1e-5)
+
+    with_maker(model_path, functions, scenario)
+
+
+def test_nan_scores_and_empty_answers_do_not_become_rewards_unseen(model_path):
+    async def scenario(maker):
+        with pytest.raises(DataFailure, match="row 7 .*returned nan for completion 0: a finite float32 is needed"):
+            await maker.make(lease(how="nan"), {"rollout": rollout("3", "4")})
+        _, columns = await maker.make(lease(how="good"), {"rollout": rollout("<eos>", "<eos>")})
+        assert columns["rewards"].tolist() == [0.0, 0.0]  # a group that is all alike
+
+    with_maker(model_path, [{"path": f"{HERE}:misbehave", "normalise": "group"}], scenario)
+
+
 def test_a_row_that_cannot_be_scored_names_itself_and_is_counted(model_path):
     async def scenario(maker):
         with pytest.raises(

@@ -34,7 +34,7 @@ class NotedCrew:
         self.attached.add("maker/reward/0")
 
     buffer = property(lambda self: self.members["buffer"])
-    trainer = property(lambda self: self.members["trainer/policy"])
+    consumer = property(lambda self: self.members["trainer/policy"])
 
     def kind(self, kind: str) -> list[Member]:
         return [member for member in self.members.values() if member.kind == kind]
