@@ -383,6 +383,10 @@ class TrainerActor(Shell):
     async def publish_start(self) -> None:
         await self._trainer.publish_start()
 
+    async def makers_are(self, names: Sequence[str]) -> None:
+        """Makers were attached or detached."""
+        self.statuses.of([self.peer(name) for name in names])
+
     async def run(self) -> str:
         """Asked once more, by a supervisor that came back, it is the same run."""
         if self._running is None:
@@ -465,6 +469,11 @@ class RankActor(Shell):
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
+        self._buckets: int | None = None
+
+    async def ping(self) -> dict[str, Any]:
+        """While it trains this is all that it answers: a supervisor that came back needs the number of buckets."""
+        return {**await super().ping(), "buckets": self._buckets}
 
     async def free_address(self) -> str:
         """host:port on this rank's node, where the ranks can meet."""
@@ -481,15 +490,20 @@ class RankActor(Shell):
         self.started = True
 
     def _start(self, rendezvous: Rendezvous, restore: str | None) -> None:
+        from topology.models import resolve_model
         from topology.plan import past_versions
         from topology.roles import POLICY, role_of
+        from trainers.config import TrainerConfig
         from trainers.rank import TrainerRank
 
         RunFolder(Path(self.identity.folder)).require_here()
         role = role_of(self.identity.name)
         failures = Path(self.identity.folder) / "failures"
+        config = self.config.trainers[role]
+        if isinstance(config, TrainerConfig) and config.teacher is not None:
+            config = config.with_teacher_from(str(resolve_model(config.teacher.model)))
         self._rank = TrainerRank(
-            self.config.trainers[role],
+            config,
             model_path=self.identity.model_path,
             rendezvous=rendezvous,
             bucket_bytes=self.config.weights.bucket_bytes,
@@ -505,7 +519,10 @@ class RankActor(Shell):
     async def invoke(self, method: str, *args: Any) -> Any:
         from trainers.rank_group import call_in
 
-        return await call_in(self._thread, getattr(self._rank, method), *args)
+        answer = await call_in(self._thread, getattr(self._rank, method), *args)
+        if method == "num_buckets":
+            self._buckets = answer
+        return answer
 
     async def export(self, version: int) -> Any:
         return await self.invoke("export", version)

@@ -227,7 +227,9 @@ class Crew:
     async def connect_weights(self) -> None:
         """The store is told whom to call."""
         ranks = self.ranks(POLICY)
-        if self._buckets is None:  # a rank that trains would not answer before it has finished
+        if self._buckets is None:  # a rank that trains answers nothing but a ping
+            self._buckets = next((rank.place["buckets"] for rank in ranks if rank.place.get("buckets")), None)
+        if self._buckets is None:
             self._buckets, *_ = await asyncio.gather(*(self.ask(rank, "invoke", "num_buckets") for rank in ranks))
         await self.ask(self.weights, "connect", [rank.name for rank in ranks], self._buckets)
         if not self.weights.life.useful:
@@ -261,13 +263,11 @@ class Crew:
         ended = await asyncio.gather(*closing, return_exceptions=True)
         return {m.name: error for m, error in zip(useful, ended, strict=True) if isinstance(error, Exception)}
 
-    async def ask(self, member: Member, method: str, *args: Any) -> Any:
-        """Raises RunFailed with the actor and the cause."""
-        name = member.name
+    async def ask(self, member: Member, method: str, *args: Any, within: float | None = None) -> Any:
+        """Raises RunFailed with the actor and the cause. `within`: seconds; limits.start by default."""
+        name, limit = member.name, self.config.limits.start if within is None else within
         try:
-            return await call(
-                getattr(member.handle, method).remote(*args), self.config.limits.start, f"{name}: {method}"
-            )
+            return await call(getattr(member.handle, method).remote(*args), limit, f"{name}: {method}")
         except (TimeoutError, ActorLost) as error:
             raise RunFailed(str(error)) from None
         except Exception as error:

@@ -72,6 +72,11 @@ def resume(run_dir: str | Path, overrides: Any = ()) -> Run:
     from topology.runs import existing_run
 
     folder = existing_run(str(Path(run_dir).resolve()))
+    with folder.being_resumed():
+        return _resume(folder, overrides)
+
+
+def _resume(folder: RunFolder, overrides: Any) -> Run:
     state = folder.status()["state"]
     if state not in ENDED:
         raise ConfigError(f"run {folder.name} is {state}: stop it first with `tandem stop {folder.name}`")

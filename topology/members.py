@@ -51,6 +51,7 @@ class Member:
             "node": self.place.get("node"),
             "version": self.status.get("version"),
             "committed": committed,
+            "joining": self.joining,
         }
 
 

@@ -22,7 +22,7 @@ import ray
 
 from buffer.config import Route
 from topology.capacity import PlannedActor
-from topology.changes import group_of
+from topology.changes import group_of, were_joining
 from topology.config import load_config
 from topology.crew import Origin, RunFailed
 from topology.handles import ActorLost, call
@@ -30,7 +30,7 @@ from topology.lifecycle import NotAllowed
 from topology.members import Member
 from topology.roles import routes_of, stage_of
 from topology.shifts import own_bundle
-from trainers.checkpoints import CheckpointError, find_latest
+from trainers.checkpoints import CheckpointError, last_whole
 
 if TYPE_CHECKING:
     from topology.supervisor import Supervisor
@@ -102,7 +102,7 @@ class Recovery:
             self._crew.end(member)  # it was detached meanwhile
             return
         except RunFailed as error:
-            if member.life.alive and member.state != "draining":  # else its death is handled already
+            if (member.life.alive or member.state == "restarting") and member.state != "draining":  # else it is handled
                 self._run.event("death", actor=member.name, cause=str(error))
                 self.lost(member, str(error))
             return
@@ -206,6 +206,8 @@ class Recovery:
             await crew.start_training(self._run.origin)
             await self.there(crew.buffer)
             await crew.ask(crew.buffer, "rewind", self._run.origin.step)
+            await self._made(crew.weights)
+            await crew.connect_weights()  # once more: the store may be another by now
             await crew.publish_start()
             for maker in (member for member in crew.training() if member.kind == "maker"):
                 await self._maker_again(maker)
@@ -224,9 +226,13 @@ class Recovery:
         seen.append((await crew.ask(crew.buffer, "status"))["published"])
         newest = max((version for version in seen if version is not None), default=-1)
         try:
-            checkpoint = find_latest(self._run.folder.checkpoints)
-        except CheckpointError:
+            checkpoint, broken = last_whole(self._run.folder.checkpoints)
+        except CheckpointError as error:
+            raise RunFailed(f"training cannot be made anew: {error}") from None
+        if checkpoint is None:
             return Origin(version=newest + 1)  # none was written yet
+        if broken is not None:
+            self._run.event("broken_checkpoint", cause=broken, instead=checkpoint.path.name)
         return Origin(checkpoint.step, newest + 1, folder=str(checkpoint.path))
 
     # --- what is missing ----------------------------------------------------------------------------------------------
@@ -275,10 +281,13 @@ class Recovery:
         names = set(crew.names_there())
         planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
         known = [name for name in sorted(names - planned.keys()) if group_of(name) in crew.config.makers]
-        added = [run.shifts.planned(name) for name in known]  # others were just being attached
+        added = [run.shifts.planned(name) for name in known]  # those of other groups were just being attached
         run.placement.adopt([*run.plan.groups, *map(own_bundle, added)])
+        joining = set(were_joining(crew.config, names, status["actors"]))
         for actor in (*planned.values(), *added):
-            if actor.name in names or not self._was_detached(actor, status):
+            if actor.name in joining:
+                run.placement.free(actor.name)
+            elif actor.name in names or not self._was_detached(actor, status):
                 crew.enlist(actor)
         for member in list(crew.members.values()):
             await self._adopt(member, member.name in names)
@@ -287,6 +296,9 @@ class Recovery:
         for maker in crew.kind("maker"):
             if maker.life.useful:
                 await self._adopt_maker(maker)
+        for name in names - crew.members.keys():
+            with suppress(RunFailed):  # the buffer may have been told of it a moment ago
+                await crew.ask(crew.buffer, "maker_died", name, "the supervisor died while it was being attached")
 
     def _was_detached(self, actor: PlannedActor, status: dict[str, Any]) -> bool:
         return actor.kind == "maker" and all(row["name"] != actor.name for row in status["actors"])
@@ -316,8 +328,10 @@ class Recovery:
     async def _adopt_maker(self, maker: Member) -> None:
         with suppress(RunFailed):
             maker.info = await self._crew.ask(maker, "info")
-            known = (await self._crew.ask(self._crew.buffer, "status"))["makers"]
-            if maker.name in known:
-                maker.attached_to = self._crew.buffer.handle
-            else:
+            known = (await self._crew.ask(self._crew.buffer, "status"))["makers"].get(maker.name)
+            if known is None:
                 await self._crew.attach(maker)
+                return
+            maker.attached_to = self._crew.buffer.handle
+            if known["state"] == "draining":  # `tandem detach` was under way
+                self._run.spawn(self._run.shifts.detach(maker.name, now=False), f"detach {maker.name}")

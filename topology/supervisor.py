@@ -188,6 +188,8 @@ class Supervisor(Shell):
         self.event("stop", now=self.hurry.is_set())
         if self.hurry.is_set() or self.training is None:
             return "stopped", None
+        if self.recovery.training_is_down:
+            return "stopped", "training was just made anew: no checkpoint after its last one was written"
         drained, hurried = asyncio.create_task(self._trainer_ends()), asyncio.create_task(self.hurry.wait())
         await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()

@@ -28,7 +28,7 @@ from buffer.records import ColumnsLost, SampledRow
 from trainers.batch import Columns
 from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError
 from trainers.config import TrainerConfig
-from trainers.fetching import fetch_columns
+from trainers.fetching import fetch_columns, stages_read
 from trainers.guards import MismatchGate, SkipCounter, ages
 from trainers.learner import StepResult
 from trainers.metrics import MetricsBuilder, StepRecord
@@ -256,7 +256,7 @@ class Trainer:
             return None
         found = ages(rows, self._version, self._max_age)
         with self._phase("wait_for_batch"):
-            fetching = fetch_columns(self._rows, rows, self._config.stages)
+            fetching = fetch_columns(self._rows, rows, stages_read(self._config, rows))
             columns, lost = await self._within(self._deadlines.batch, "fetch of columns", fetching)
         if lost:
             await self._tell_lost(lost)

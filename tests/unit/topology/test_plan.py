@@ -444,6 +444,7 @@ DISTILL = "trainers.policy.distill={}"
             "trainers.policy.distill: missing, but trainers.policy.algorithm",
         ),
         ((DISTILL,), "makers: no group provides `teacher`"),
+        ((DISTILL, "trainers.policy.distill.temperature=2"), "distill.temperature: 2, but the log-probs of a group"),
         ((DISTILL, "trainers.policy.distill.coef=0"), "coef, sft_alpha and advantage_alpha are all 0"),
         (
             (DISTILL, "trainers.policy.distill.advantage_alpha=0.1", "makers.rollout.sampling.temperature=0.8"),
@@ -454,6 +455,41 @@ DISTILL = "trainers.policy.distill={}"
 def test_a_distillation_that_cannot_learn_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(demo(*overrides), SMOL, ROOMY)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "overrides", "message"),
+    [
+        (replace(SMOL, vocab=50000), (), "teacher.model: a vocabulary of 50000 tokens, the policy's has 49152"),
+        (
+            SMOL,
+            ("trainers.policy.distill.teacher.top_k=60000",),
+            "teacher.top_k: 60000 of a vocabulary of 49152 tokens",
+        ),
+        (replace(SMOL, max_positions=64), (), "teacher.model: has 64 positions, but rows of makers.rollout may have"),
+        (
+            replace(SMOL, heads=8),
+            (f"{BACKEND}.tensor_parallel=3",),
+            "teacher.model: it is split as the policy is, but trainers.policy.backend.tensor_parallel: 3",
+        ),
+    ],
+)
+def test_a_teacher_that_the_ranks_cannot_hold_is_refused(
+    teacher: ModelInfo, overrides: tuple[str, ...], message: str
+) -> None:
+    settings = ("trainers.policy.distill={teacher: {model: other}}", *overrides)
+    with pytest.raises(ConfigError, match=message):
+        make_plan(demo(*settings), SMOL, ROOMY, teacher=teacher)
+
+
+def test_a_teacher_on_the_ranks_is_counted_with_its_part_and_needs_no_group_of_makers() -> None:
+    def memory(teacher: ModelInfo | None, *settings: str) -> float:
+        config = demo(f"{BACKEND}.tensor_parallel=3", *settings)
+        return make_plan(config, SMOL, ROOMY, teacher=teacher).named("rank")[0].memory_gib
+
+    distill = "trainers.policy.distill={teacher: {model: other, dtype: float32}}"
+    more = memory(SMOL, distill) - memory(None)
+    assert more == pytest.approx(SMOL.parameters * 4 / 3 / 2**30)
 
 
 def test_sft_and_dpo_need_rows_of_a_dataset_and_nothing_else() -> None:
