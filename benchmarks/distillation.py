@@ -13,7 +13,7 @@ from benchmarks.tandem_run import stop, tandem
 CONFIG = ROOT / "configs" / "distill.yaml"
 TARGET = 0.5
 RUN_TIMEOUT = 1200.0  # seconds
-SIDE_TIMEOUT = 300.0
+SIDE_TIMEOUT = 600.0
 
 
 def run() -> list[Result]:

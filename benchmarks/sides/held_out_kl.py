@@ -33,7 +33,7 @@ def main() -> None:
     found = {}
     for name, sampler in (("own", student), ("teacher", teacher)):
         torch.manual_seed(SEED)
-        pairs = [_answered(sampler, ids, arguments.max_tokens) for ids in _prompts(tokenizer, arguments.prompts)]
+        pairs = _answers(sampler, tokenizer, _prompts(tokenizer, arguments.prompts), arguments.max_tokens)
         divergences = torch.cat([_divergence(student, teacher, ids, prompt) for ids, prompt in pairs])
         found[name] = float(divergences.mean())
     print(json.dumps(found))
@@ -55,19 +55,34 @@ def _prompts(tokenizer: Any, count: int) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def _answered(model: Any, prompt: torch.Tensor, max_tokens: int) -> tuple[torch.Tensor, int]:
-    """Prompt and answer [1, tokens], and the length of the prompt."""
-    ids = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max_tokens,
-        pad_token_id=0,
-    )
-    return ids, prompt.shape[1]
+def _answers(
+    model: Any, tokenizer: Any, prompts: list[torch.Tensor], max_tokens: int
+) -> list[tuple[torch.Tensor, int]]:
+    """Prompt and answer [1, tokens], and the length of the prompt, of each. Prompts of equal length go together."""
+    by_length: dict[int, list[torch.Tensor]] = {}
+    for prompt in prompts:
+        by_length.setdefault(prompt.shape[1], []).append(prompt)
+    found = []
+    for length, alike in sorted(by_length.items()):
+        batch = torch.cat(alike)
+        sampled = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max_tokens,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        found += [(_until_end(ids, length, tokenizer.eos_token_id), length) for ids in sampled]
+    return found
+
+
+def _until_end(ids: torch.Tensor, prompt: int, eos: int) -> torch.Tensor:
+    """[1, tokens], without the padding behind the first end of sequence of the answer."""
+    ends = (ids[prompt:] == eos).nonzero()
+    return ids[None, : prompt + int(ends[0]) + 1 if len(ends) else None]
 
 
 @torch.inference_mode()
