@@ -24,11 +24,20 @@ NOT_EXTRA = {
     "async_scheduling",
     "load_format",
     "generation_config",
+    "override_generation_config",
+    "logits_processors",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "distributed_executor_backend",
     "enable_sleep_mode",
 }
+# Sampling that a trainer's log-probs cannot follow.
+NOT_REPLAYED = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+WHY_NOT_REPLAYED = (
+    "it takes tokens out of the distribution that is sampled from, or shifts them; the trainer's log-probs are of all tokens, "
+    "so every ratio of the two policies would be biased. Leave it out; a lower `temperature`, which the trainer follows, "
+    "sharpens samples without that"
+)
 DATA_PARALLEL = "data_parallel"  # how all of vLLM's arguments for it begin
 MORE_REPLICAS = "data parallelism is several makers, raise `replicas` of the group"
 
@@ -114,6 +123,8 @@ class VllmEngine(Strict):
     def _leave_ours_alone(cls, extra: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(NOT_EXTRA & extra.keys()):
             raise ValueError(f"{', '.join(taken)}: set by Tandem, or a setting of its own beside `extra`")
+        if sampling := sorted(extra.keys() & {*NOT_REPLAYED}):
+            raise ValueError(f"{', '.join(sampling)}: not offered: {WHY_NOT_REPLAYED}")
         if parallel := sorted(key for key in extra if key.startswith(DATA_PARALLEL)):
             raise ValueError(f"{', '.join(parallel)}: {MORE_REPLICAS}")
         return extra

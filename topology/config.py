@@ -17,7 +17,15 @@ from pydantic import Field, ValidationError, model_validator
 
 import trainers.collecting.config as collecting
 from buffer.config import BufferConfig, Strict
-from makers.config import DATA_PARALLEL, MORE_REPLICAS, MakerConfig, ModelConfig, PromptsConfig
+from makers.config import (
+    DATA_PARALLEL,
+    MORE_REPLICAS,
+    NOT_REPLAYED,
+    WHY_NOT_REPLAYED,
+    MakerConfig,
+    ModelConfig,
+    PromptsConfig,
+)
 from trainers.algorithms.config import CALLED_HERE
 from trainers.config import NOT_OFFERED, MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
@@ -258,14 +266,6 @@ def _describe(problem: Any, data: Any) -> str:
         expected = problem.get("ctx", {}).get("expected_tags", "").replace(", 'custom'", "")
         return f"{where}: unknown kind or type{'' if not expected else f'; known: {expected}'}, or package.module:Name"
     return f"{where}: {message} (given: {_shown(given)})"
-
-
-NOT_REPLAYED = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-WHY_NOT_REPLAYED = (
-    "it takes tokens out of the distribution that is sampled from, or shifts them; the trainer's log-probs are of all tokens, "
-    "so every ratio of the two policies would be biased. Leave it out; a lower `temperature`, which the trainer follows, "
-    "sharpens samples without that"
-)
 
 
 def _unknown(path: list[str]) -> str:

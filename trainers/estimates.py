@@ -38,8 +38,6 @@ class Estimates:
     labels: dict[str, tuple[np.ndarray, ...]]  # what a critic learns from
     mean_return: float
     explained_variance: float | None  # of the values, before this step
-    kl: float | None  # nats a token; None without a reference
-    kl_penalty: float | None  # mean over samples of what KL took from their reward
 
 
 def estimate(
@@ -58,9 +56,8 @@ def estimate(
     old, truncated = np.concatenate(values), np.concatenate(batch.truncated)
     valid = np.repeat(np.concatenate(masks), lengths)
     per_token = token_rewards(np.concatenate(rewards), offsets)
-    kl = np.concatenate(kl_to_reference(batch, settings.kl_estimator)) if settings.kl_coef > 0 else None
-    if kl is not None:
-        per_token -= settings.kl_coef * kl
+    if settings.kl_coef > 0:
+        per_token -= settings.kl_coef * np.concatenate(kl_to_reference(batch, settings.kl_estimator))
     beyond = np.where(truncated & settings.bootstrap_truncated, old[offsets[1:] - 1], 0.0)
     raw = generalised_advantages(per_token, old, beyond, offsets, gamma=settings.gamma, lam=settings.lam)
     returns = raw + old
@@ -71,8 +68,6 @@ def estimate(
         labels={RETURNS: tuple(np.split(returns, ends)), VALUES: tuple(np.split(old, ends))},
         mean_return=float(returns[valid].mean()),
         explained_variance=explained_variance(old[valid], returns[valid]),
-        kl=None if kl is None else float(kl[valid].mean()),
-        kl_penalty=None if kl is None else float(settings.kl_coef * np.add.reduceat(kl, offsets[:-1]).mean()),
     )
 
 
