@@ -20,7 +20,7 @@ import yaml
 
 from benchmarks import workload
 from benchmarks.harness import CORES, Result, SideFailed, alternate, describe, ratio_of_medians, run_json, run_side
-from benchmarks.tandem_run import stop_run, tandem_command
+from benchmarks.tandem_run import stop, tandem
 from topology.models import resolve_model
 
 TARGET = 0.9
@@ -67,8 +67,8 @@ def _job_rate() -> float:
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as name:
         folder = Path(name)
         (folder / "job.yaml").write_text(yaml.safe_dump(_config()))
-        command = tandem_command("run", "job.yaml")
-        run_side(command, cwd=folder, timeout=TIMEOUT, stop=lambda: stop_run(folder, NAME))
+        command = tandem("run", "job.yaml")
+        run_side(command, cwd=folder, timeout=TIMEOUT, stop=lambda: stop(folder, NAME))
         lines = (folder / "runs" / NAME / "metrics.jsonl").read_text().splitlines()
     parts = [json.loads(line) for line in lines]
     if parts[-1]["collected/rows"] != PROMPTS:

@@ -30,6 +30,7 @@ BENCHES = (
     "teacher",
     "trainer_overhead",
     "algorithms",
+    "distillation",
     "async_vs_sync",
     "loop",
 )  # in this order, the shortest first
