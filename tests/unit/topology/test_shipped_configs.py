@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from topology.capacity import Capacity
 from topology.config import load_config
 from topology.models import ModelInfo
 from topology.plan import Plan, make_plan
+from topology.roles import model_of
 
 LAPTOP = Capacity("this machine", (Node("laptop", cpus=float("inf"), gpus=0, memory_gib=16),))
 ONE_NODE = Capacity("this machine", (Node("a", cpus=64, gpus=8, memory_gib=512),))
@@ -37,6 +39,9 @@ def model(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
 
 MODELS = {  # what their config.json says
     "tiny-llama": model(2, 128, 256, 4, 2, 4e5),
+    "tiny-llama-reward": replace(
+        model(2, 128, 256, 4, 2, 4e5), architectures=("LlamaForSequenceClassification",), labels=1
+    ),
     "smollm2-135m-instruct": model(30, 576, 1536, 9, 3, 1.35e8),
     "/models/Qwen3-4B": model(36, 2560, 9728, 32, 8, 4.0e9),
     "/models/Qwen3-8B": model(36, 4096, 12288, 32, 8, 8.2e9),
@@ -46,7 +51,8 @@ MODELS = {  # what their config.json says
 
 def plan_of(name: str) -> Plan:
     config = load_config(f"configs/{name}.yaml")
-    return make_plan(config, MODELS[config.model.path], ON_GPUS.get(name, LAPTOP))
+    own = {group: MODELS[model.path] for group, maker in config.makers.items() if (model := model_of(maker))}
+    return make_plan(config, MODELS[config.model.path], ON_GPUS.get(name, LAPTOP), own)
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
