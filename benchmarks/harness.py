@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,13 @@ def pin_cores() -> None:
     """Keep this process, and so all it starts, on the first CORES cores it may use (where the system can do that)."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+
+
+def free_port() -> int:
+    """Of this machine, a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def say(text: str) -> None:

@@ -10,13 +10,12 @@ group computed once. The baseline keeps only the logits it needs and sorts sampl
 
 from __future__ import annotations
 
-import socket
 import statistics
 from functools import partial
 from importlib.metadata import version
 
 from benchmarks import batches, workload
-from benchmarks.harness import CORES, Result, alternate, describe, ratio_of_medians, run_json
+from benchmarks.harness import CORES, Result, alternate, describe, free_port, ratio_of_medians, run_json
 from topology.models import resolve_model
 from trainers.memory import KEEP_FREED_MEMORY
 
@@ -56,7 +55,7 @@ def _result(name: str, rates: dict[str, list[float]], candidate: str) -> Result:
 
 
 def _megatron(model: str, shape: str, share_prompt: bool) -> float:
-    arguments = ["--micro-batch-tokens", str(MICRO_BATCH_TOKENS), "--port", str(_free_port())]
+    arguments = ["--micro-batch-tokens", str(MICRO_BATCH_TOKENS), "--port", str(free_port())]
     return _rate(
         "learner_megatron", model, shape, [*arguments, *(["--share-prompt"] if share_prompt else [])], KEEP_FREED_MEMORY
     )
@@ -78,9 +77,3 @@ def _rate(side: str, model: str, shape: str, arguments: list[str], env: dict[str
         env=env,
     )
     return answer["tokens"] / statistics.median(answer["seconds"])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -26,7 +26,9 @@ BENCHES = (
     "makers_path",
     "learner",
     "rollout",
+    "teacher",
     "trainer_overhead",
+    "algorithms",
     "async_vs_sync",
     "loop",
 )  # in this order, the shortest first

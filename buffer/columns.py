@@ -22,6 +22,7 @@ Columns = dict[str, np.ndarray]
 # some hundreds. What is really wrong (probabilities, a missing sign, other logits) lies far beyond.
 MAX_LOGPROB = 1e-4
 
+NO_POLICY = -1  # version of the tokens of a row that no policy made: they are a dataset's
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = 0, 1
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).smallest_subnormal)  # finite, above 0
 NO_INPUTS: Mapping[str, Columns] = {}
@@ -110,13 +111,19 @@ def validate_answer(
     if lease.stage == "rollout":
         versions = columns["policy_versions"]
         told |= {"tokens": produced.tokens, "min_version": produced.min_version, "max_version": produced.max_version}
-        found |= {"tokens": versions.size, "min_version": int(versions.min()), "max_version": int(versions.max())}
+        first, last = (None, None) if made_by_none(versions) else (int(versions.min()), int(versions.max()))
+        found |= {"tokens": versions.size, "min_version": first, "max_version": last}
     wrong = [f"{name} {told[name]}, not {value}" for name, value in found.items() if told[name] != value]
     if wrong:
         raise ValueError(
             f"row {lease.row_id} (prompt {lease.prompt.id!r}), {lease.stage}: the answer beside the columns says "
             f"{'; '.join(wrong)}"
         )
+
+
+def made_by_none(policy_versions: np.ndarray) -> bool:
+    """Whether a row's tokens are a dataset's, and have no age."""
+    return bool(policy_versions.max() == NO_POLICY)
 
 
 def _check_arrays(columns: Mapping[str, np.ndarray]) -> None:
@@ -148,8 +155,9 @@ def _check_rollout(columns: Mapping[str, np.ndarray], samples: int, min_version:
         _require_between(columns[name], name, "a token id is >= 0", 0)
     logprobs, versions = columns["behaviour_logprobs"], columns["policy_versions"]
     _check_logprobs(logprobs, "behaviour_logprobs", offsets)
-    newer = f"the lease needs {min_version} or newer"
-    _require_between(versions, "policy_versions", newer, min_version, offsets=offsets)
+    if not (made_by_none(versions) and versions.min() == NO_POLICY):
+        newer = f"the lease needs {min_version} or newer"
+        _require_between(versions, "policy_versions", newer, min_version, offsets=offsets)
     if versions[0] != versions[-1] or versions.min() != versions.max():
         _check_growth(versions, offsets)
     reasons, temperatures = columns["finish_reasons"], columns["temperatures"]

@@ -42,6 +42,11 @@ class ReasoningGymPrompts(Strict):
     shuffle: bool = False
     epochs: int | None = Field(None, ge=1, description="Passes over the data; null means as many as the run needs.")
     suffix: str = Field("", description="Text added to the end of every question.")
+    teacher_prompt: str | None = Field(
+        None,
+        description="What a teacher sees instead, with {question} and {answer} filled in, as the column `teacher_prompt`; null: "
+        "the same as the student.",
+    )
 
 
 class FilePrompts(Strict):
@@ -267,6 +272,43 @@ class ReferenceMaker(MakerGroup):
         return self.resources.threads(self.threads)
 
 
+class DatasetMaker(MakerGroup):
+    """Rows as the prompts' own columns have them, for SFT and DPO: stage `rollout`, filled by no policy."""
+
+    kind: Literal["dataset"]
+    resources: Resources = Resources(cpus=0.1)
+    completion: str | None = Field(
+        None,
+        description="Column with the completion: text, or messages that end with the assistant's. null: the last turn of a "
+        "prompt that is messages.",
+    )
+    chosen: str | None = Field(None, description="Column with the better completion of a pair, for DPO.")
+    rejected: str | None = Field(None, description="Column with the worse one.")
+    max_tokens: int = Field(512, ge=1, description="Tokens of a completion, its end included.")
+    overlong: Literal["truncate", "fail"] = Field(
+        "truncate", description="A longer completion is cut, without its end; or its row fails as data."
+    )
+    slots: int = Field(16, ge=1, description="Rows held at once by one maker.")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> DatasetMaker:
+        if (self.chosen is None) != (self.rejected is None):
+            raise ValueError("a pair needs both columns, `chosen` and `rejected`")
+        if self.chosen is not None and self.completion is not None:
+            raise ValueError("give either `completion`, or `chosen` and `rejected`")
+        return self
+
+    @property
+    def samples(self) -> int:
+        """Of one row: a completion, or a pair (chosen first)."""
+        return 1 if self.chosen is None else 2
+
+    @property
+    def columns(self) -> tuple[str | None, ...]:
+        """Where the samples come from; None: the last turn of the prompt."""
+        return (self.completion,) if self.chosen is None else (self.chosen, self.rejected)
+
+
 class TeacherMaker(MakerGroup):
     """What a teacher thinks of each sampled token: its K likeliest tokens with their log-probs, and that of the token itself."""
 
@@ -303,6 +345,7 @@ MakerConfig = Annotated[
     | Annotated[RewardMaker, Tag("reward")]
     | Annotated[RewardModelMaker, Tag("reward_model")]
     | Annotated[ReferenceMaker, Tag("reference")]
+    | Annotated[DatasetMaker, Tag("dataset")]
     | Annotated[TeacherMaker, Tag("teacher")]
     | Annotated[CustomMaker, Tag("custom")],
     Discriminator(_maker_tag),

@@ -62,6 +62,10 @@ def build_maker(
         from makers.reference import ReferenceMaker
 
         return ReferenceMaker(config, name=name, model_path=model_path)
+    if isinstance(config, settings.DatasetMaker):
+        from makers.dataset import DatasetMaker
+
+        return DatasetMaker(config, name=name, model_path=model_path)
     return _custom(config, name)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from buffer.records import DataFailure, Prompt
 
+MARK = "end-of-turn-goes-here"  # an assistant's text that no template changes
+
 
 class PromptEncoder:
     """The tokenizer of a checkpoint folder."""
@@ -19,6 +21,7 @@ class PromptEncoder:
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False)
+        self._ending: list[int] | None = None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids [prompt tokens], at least one. Raises DataFailure for what the template or tokenizer refuses."""
@@ -37,6 +40,28 @@ class PromptEncoder:
         if not ids:
             raise DataFailure(f"prompt {prompt.id!r} is empty: no token to start from")
         return list(ids)
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of what the assistant says to a prompt, ended as the model ends it. Raises DataFailure."""
+        if self._ending is None:
+            self._ending = self._end_of_turn()
+        return [*self._tokenizer.encode(text, add_special_tokens=False), *self._ending]
+
+    def _end_of_turn(self) -> list[int]:
+        """What the chat template puts behind an assistant's text, up to its first special token; else the EOS token."""
+        if self._tokenizer.chat_template:
+            turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": MARK}]
+            try:
+                text = self._tokenizer.apply_chat_template(turns, tokenize=False)
+            except Exception:  # a template that wants other turns than these
+                text = ""
+            ids = self._tokenizer.encode(text.rpartition(MARK)[2], add_special_tokens=False)
+            special = [place for place, token in enumerate(ids) if token in self._tokenizer.all_special_ids]
+            if special:
+                return list(ids[: special[0] + 1])
+        if self._tokenizer.eos_token_id is None:
+            raise DataFailure("the tokenizer has no EOS token, so a completion cannot be ended")
+        return [int(self._tokenizer.eos_token_id)]
 
     @property
     def generation_prompt(self) -> list[int]:

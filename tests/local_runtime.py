@@ -26,7 +26,7 @@ from tests.fakes_trainer import FakeRecorder
 from topology.config import RunConfig
 from topology.models import resolve_model
 from topology.plan import worst_case_staleness
-from topology.roles import POLICY, max_response_tokens, rollout_of, stages_of
+from topology.roles import POLICY, max_response_tokens, samples_of, stages_of
 from trainers.checkpoints import Checkpointer
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
@@ -128,7 +128,7 @@ async def run_locally(config: RunConfig, folder: Path, rank: Any, makers_of: Mak
         stages=stages_of(config),
         groups_per_step=trainer_config.groups_per_step,
         every=every,
-        samples=rollout_of(config).sampling.n,
+        samples=samples_of(config),
         total_rows=trainer_config.steps * trainer_config.groups_per_step,
         seed=config.seed,
     )

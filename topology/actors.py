@@ -178,29 +178,31 @@ class BufferActor(Shell):
 
     async def start(self, step: int, checkpoint: str | None, recover: bool = False) -> None:
         """Go on from the rows of a checkpoint's folder, which is of `step`; or, with `recover`, from the state that a buffer of
-        this run, which had started, saved last: its rows are made again."""
+        this run, which had started, saved last: its rows are made again. A job, which has no checkpoints, does so whenever
+        there is such a state."""
         from buffer.buffer import Buffer
         from buffer.files import read_cut
         from makers.prompts import open_prompts
-        from topology.roles import POLICY, rollout_of, routes_of, stages_of
+        from topology.consumer import pace_of
+        from topology.roles import routes_of, samples_of, stages_of
         from trainers.checkpoints import BUFFER_FOLDER
 
-        trainer = self.config.trainers[POLICY]
-        prompts = await asyncio.to_thread(open_prompts, self.config.prompts)
+        pace = pace_of(self.config)
+        prompts = await asyncio.to_thread(open_prompts, pace.prompts)
         buffer = Buffer(
-            self.config.buffer,
+            pace.buffer,
             prompts,
             stages=stages_of(self.config),
-            groups_per_step=trainer.groups_per_step,
-            every=self.config.weights.every,
-            samples=rollout_of(self.config).sampling.n,
-            total_rows=trainer.steps * trainer.groups_per_step,
+            groups_per_step=pace.rows,
+            every=pace.every,
+            samples=samples_of(self.config),
+            total_rows=pace.total_rows,
             seed=self.config.seed,
             first_step=step,
             routes=routes_of(self.config),
             save=self._save,
         )
-        if recover:
+        if recover or (self.config.collect is not None and self._state_file.exists()):
             buffer.restore(self._saved())
         elif checkpoint is not None:
             state, columns = await asyncio.to_thread(read_cut, Path(checkpoint) / BUFFER_FOLDER)
@@ -227,9 +229,14 @@ class BufferActor(Shell):
             raise NotReady("buffer: is being started")
         return self._started_buffer
 
+    @property
+    def _state_file(self) -> Path:
+        file: Path = RunFolder(Path(self.identity.folder)).buffer_state
+        return file
+
     def _save(self, state: dict[str, Any]) -> None:
         """A disk that is full costs the way back, not the run: an old state would train rows twice."""
-        file = RunFolder(Path(self.identity.folder)).buffer_state
+        file = self._state_file
         try:
             write_json(file, state, indent=None)
         except OSError as error:
@@ -237,7 +244,7 @@ class BufferActor(Shell):
             file.unlink(missing_ok=True)
 
     def _saved(self) -> Any:
-        file = RunFolder(Path(self.identity.folder)).buffer_state
+        file = self._state_file
         state = read_json(file)
         if state is None:
             raise RunError(
@@ -315,7 +322,9 @@ class MakerActor(Shell):
             config,
             name=self.identity.name,
             model_path=folder,
-            weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout),
+            weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout)
+            if self.config.collect is None
+            else None,
             seed=self.config.seed + int(index),
             sleeps=self.identity.name in makers_in_turns(self.config),
         )
@@ -374,6 +383,10 @@ class TrainerActor(Shell):
     async def publish_start(self) -> None:
         await self._trainer.publish_start()
 
+    async def makers_are(self, names: Sequence[str]) -> None:
+        """Makers were attached or detached."""
+        self.statuses.of([self.peer(name) for name in names])
+
     async def run(self) -> str:
         """Asked once more, by a supervisor that came back, it is the same run."""
         if self._running is None:
@@ -392,6 +405,37 @@ class TrainerActor(Shell):
 
     async def status(self) -> dict[str, Any]:
         return self._trainer.status()
+
+
+class CollectorActor(Shell):
+    """`collector`: in a run without trainers, whom the complete rows go to."""
+
+    async def start(self) -> None:
+        from topology.wiring import build_collector
+
+        self._collector = await asyncio.to_thread(build_collector, self)
+        self._running: asyncio.Future[str] | None = None
+        self.started = True
+
+    async def publish_start(self) -> None:
+        await self._collector.publish_start()
+
+    async def run(self) -> str:
+        """Asked once more, by a supervisor that came back, it is the same run."""
+        if self._running is None:
+            self._running = asyncio.ensure_future(self._collector.run())
+        return await asyncio.shield(self._running)
+
+    async def checkpoint(self) -> str:
+        from trainers.checkpoints import CheckpointError
+
+        raise CheckpointError("a job has no checkpoints: what it has collected is in its files already")
+
+    async def stop(self) -> None:
+        await self._collector.stop()
+
+    async def status(self) -> dict[str, Any]:
+        return self._collector.status()
 
 
 class CriticActor(Shell):
@@ -425,6 +469,11 @@ class RankActor(Shell):
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
+        self._buckets: int | None = None
+
+    async def ping(self) -> dict[str, Any]:
+        """While it trains this is all that it answers: a supervisor that came back needs the number of buckets."""
+        return {**await super().ping(), "buckets": self._buckets}
 
     async def free_address(self) -> str:
         """host:port on this rank's node, where the ranks can meet."""
@@ -465,7 +514,10 @@ class RankActor(Shell):
     async def invoke(self, method: str, *args: Any) -> Any:
         from trainers.rank_group import call_in
 
-        return await call_in(self._thread, getattr(self._rank, method), *args)
+        answer = await call_in(self._thread, getattr(self._rank, method), *args)
+        if method == "num_buckets":
+            self._buckets = answer
+        return answer
 
     async def export(self, version: int) -> Any:
         return await self.invoke("export", version)

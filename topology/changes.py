@@ -13,8 +13,11 @@ from topology.config import ConfigError, RunConfig, parse_config
 from topology.roles import stage_of, stages_of
 
 
-def grown(config: RunConfig, group: str, section: Mapping[str, Any] | None, replicas: int) -> RunConfig:
-    """`replicas` makers more in `group`, or with `section` (keys of a maker) the group as a new one."""
+def grown(
+    config: RunConfig, group: str, section: Mapping[str, Any] | None, replicas: int, present: Iterable[str]
+) -> RunConfig:
+    """`replicas` makers more in `group` than are `present` (names of actors), or with `section` (keys of a maker) the group
+    as a new one."""
     makers = config.model_dump(mode="json")["makers"]
     if section is None:
         if group not in makers:
@@ -24,7 +27,7 @@ def grown(config: RunConfig, group: str, section: Mapping[str, Any] | None, repl
             )
         if replicas < 1:
             raise ConfigError(f"replicas: {replicas}, at least 1 maker is to be attached")
-        makers[group]["replicas"] += replicas
+        makers[group]["replicas"] = len(_of_group(group, present)) + replicas
     else:
         if group in makers:
             raise ConfigError(
@@ -59,11 +62,29 @@ def shrunk(config: RunConfig, actor: str) -> RunConfig:
     return config
 
 
-def newcomers(before: RunConfig, after: RunConfig, group: str, present: Iterable[str]) -> list[str]:
-    """Names for the makers that `grown` added: the lowest numbers that are free in their group."""
-    more = after.makers[group].replicas - (before.makers[group].replicas if group in before.makers else 0)
-    taken = set(present)
+def newcomers(grown: RunConfig, group: str, present: Iterable[str]) -> list[str]:
+    """Names for the makers that are not present yet: the lowest numbers that are free in their group."""
+    taken = set(_of_group(group, present))
+    more = grown.makers[group].replicas - len(taken)
     return list(islice((name for name in (f"maker/{group}/{i}" for i in count()) if name not in taken), more))
+
+
+def were_joining(config: RunConfig, there: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The makers that were just being attached when the supervisor died: more than the `config` that it wrote counts.
+
+    `there` are the actors found; `rows` those of its last status, which may be a second old.
+    """
+    told = {row["name"]: bool(row.get("joining")) for row in rows}
+    found: list[str] = []
+    for group, maker in config.makers.items():
+        names = set(_of_group(group, {*there, *told}))
+        doubtful = sorted(name for name in names if told.get(name, True))
+        found += doubtful[max(0, len(doubtful) - max(0, len(names) - maker.replicas)) :]
+    return found
+
+
+def _of_group(group: str, actors: Iterable[str]) -> list[str]:
+    return [name for name in actors if name.startswith(f"maker/{group}/")]
 
 
 def group_of(actor: str) -> str:

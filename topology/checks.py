@@ -1,6 +1,6 @@
 """What makes a config impossible: one small check for each reason. Pure.
 
-Every check yields one line for each problem, with the key, the numbers and the remedy. `CHECKS` is the table that
+Every check yields one line for each problem, with the key, the numbers and the remedy. `checks_of` is the table that
 `topology.plan.make_plan` walks.
 """
 
@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 
-from makers.config import MakerConfig, ModelConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
+from makers.config import (
+    DatasetMaker,
+    MakerConfig,
+    ModelConfig,
+    ReferenceMaker,
+    RewardMaker,
+    RolloutMaker,
+    TeacherMaker,
+)
 from topology.config import RunConfig
+from topology.job_checks import JOB_CHECKS
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
 from topology.reward_checks import REWARD_CHECKS, check_head
-from topology.roles import POLICY, model_of, stages_of
+from topology.roles import POLICY, makers_that_pull, model_of, samples_of, samples_of_row, stages_of
 from topology.scoring_checks import check_references, check_scoring, check_teachers, scoring_engine
-from trainers.config import DistillAlgorithm, MegatronBackend, Ppo
+from trainers.config import ClippedPolicy, CustomAlgorithm, DistillAlgorithm, Dpo, MegatronBackend, Ppo, Sft
 from trainers.parallel import unsupported
 
 
@@ -27,6 +36,13 @@ def _check_trainers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             yield (
                 f"trainers.{role}.minibatches: {groups} groups_per_step cannot be split into {trainer.minibatches} equal "
                 f"minibatches: use a divisor of {groups}"
+            )
+    for group, maker in config.makers.items():
+        alone = isinstance(maker, RolloutMaker) and maker.sampling.n < 2
+        if alone and isinstance(algorithm, ClippedPolicy) and algorithm.needs_groups:
+            yield (
+                f"makers.{group}.sampling.n: 1, but trainers.policy.algorithm `{algorithm.type}` compares the samples of a "
+                "prompt, so that one alone teaches nothing: use 2 or more, or `reinforce_plus_plus` or `ppo`"
             )
     critic = config.trainers.critic
     if isinstance(algorithm, Ppo) and critic is None:
@@ -84,10 +100,11 @@ def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     for role, trainer in config.trainers.items():
         backend = trainer.backend
-        rollouts = [maker for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
-        if not isinstance(backend, MegatronBackend) or not rollouts:
+        if not isinstance(backend, MegatronBackend) or "rollout" not in stages_of(config):
             continue
-        groups, n = config.trainers[POLICY].groups_per_step / trainer.minibatches, rollouts[0].sampling.n
+        policy = config.trainers[POLICY]
+        groups = policy.groups_per_step / trainer.minibatches
+        n = 1 if isinstance(policy.algorithm, Dpo) else samples_of(config)  # a pair is not shared out
         if backend.data_parallel > groups * n:
             yield (
                 f"trainers.{role}.backend.data_parallel: {backend.data_parallel} ranks for the {groups * n:g} samples of an "
@@ -95,16 +112,53 @@ def _check_idle_ranks(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
+def _check_rollouts(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    if "rollout" in stages_of(config) and not any(samples_of_row(m) for m in config.makers.values()):
+        yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
+
+
 def _check_columns(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     provided = set(stages_of(config))
-    if "rollout" in provided and not any(isinstance(maker, RolloutMaker) for maker in config.makers.values()):
-        yield "makers.rollout: a rollout maker of one's own kind is not supported so far, use `kind: rollout`"
     for stage in config.trainers[POLICY].stages:
         if stage not in provided:
             penalty = ", or set trainers.policy.algorithm.kl_coef to 0" if stage == "reference" else ""
             yield (
                 f"makers: no group provides `{stage}`, which trainers.policy needs; "
                 f"add one with `kind: {stage}`{penalty} (groups: {', '.join(config.makers)})"
+            )
+
+
+def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    """Rows of a dataset and algorithms that learn from them belong together."""
+    datasets = {group: maker for group, maker in config.makers.items() if isinstance(maker, DatasetMaker)}
+    algorithm = config.trainers[POLICY].algorithm
+    key = "trainers.policy.algorithm"
+    if isinstance(algorithm, Sft | Dpo):
+        if config.trainers[POLICY].distill is not None:
+            yield f"trainers.policy.distill: is not read by `{algorithm.type}`: remove it, or use `distill` with `sft_alpha`"
+        if not datasets:
+            columns = "chosen: COLUMN, rejected: COLUMN" if algorithm.pairs else "completion: COLUMN"
+            yield f"{key}: `{algorithm.type}` learns from a dataset: add a group {{kind: dataset, {columns}}} to makers"
+        if config.evaluation is not None:
+            yield f"evaluation: samples rollouts, but `{algorithm.type}` has no group that makes any: remove it"
+        if makers_that_pull(config):
+            yield f"{key}: `{algorithm.type}` learns from datasets alone: remove the groups of `kind: rollout`"
+        for group, maker in datasets.items():
+            if algorithm.pairs and maker.samples != 2:
+                yield f"makers.{group}: `dpo` learns from pairs: name the columns `chosen` and `rejected`"
+            if not algorithm.pairs and maker.samples != 1:
+                yield f"makers.{group}: `sft` learns from completions, not from pairs: name the column `completion`, or use `dpo`"
+    elif datasets and not isinstance(algorithm, CustomAlgorithm):
+        yield (
+            f"makers.{next(iter(datasets))}: `{algorithm.type}` needs rows that its policy sampled: use `sft` or `dpo`, or a "
+            "group of `kind: rollout`"
+        )
+    for (first, one), (group, other) in combinations(datasets.items(), 2):
+        shared = one.route is None or one.route.meets(other.route)
+        if shared and (one.columns, one.max_tokens) != (other.columns, other.max_tokens):
+            yield (
+                f"makers.{group}: has other columns or max_tokens than makers.{first}, but a row comes from one of the two "
+                "groups, whichever is free: give both the same, or a route each"
             )
 
 
@@ -267,21 +321,30 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
                 )
 
 
-CHECKS: tuple[Callable[[RunConfig, ModelInfo], Iterator[str]], ...] = (
-    _check_trainers,
-    _check_distill,
-    _check_parallel,
-    _check_idle_ranks,
-    _check_columns,
+Check = Callable[[RunConfig, ModelInfo], Iterator[str]]
+CHECKS: tuple[Check, ...] = (
+    _check_rollouts,
     _check_groups,
     _check_engines,
     _check_sampling,
-    _check_optimizer,
-    _check_buffer,
     _check_cluster,
-    _check_evaluation,
     check_teachers,
     check_references,
     *REWARD_CHECKS,
     *PLACEMENT_CHECKS,
 )
+TRAINING_CHECKS: tuple[Check, ...] = (
+    _check_trainers,
+    _check_distill,
+    _check_parallel,
+    _check_idle_ranks,
+    _check_columns,
+    _check_datasets,
+    _check_optimizer,
+    _check_buffer,
+    _check_evaluation,
+)
+
+
+def checks_of(config: RunConfig) -> tuple[Check, ...]:
+    return (*(JOB_CHECKS if config.collect is not None else TRAINING_CHECKS), *CHECKS)

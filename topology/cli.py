@@ -19,7 +19,7 @@ from rich.text import Text
 
 from topology.config import ConfigError
 from topology.interrupts import interrupt_as_usual, interrupt_no_more, interrupt_once
-from topology.runs import ENDED, RUNS, RunError, all_runs, existing_run
+from topology.runs import ENDED, RUNS, RunError, RunFolder, all_runs, existing_run
 
 app = typer.Typer(
     help="Decoupled experience makers and trainers for asynchronous post-training.",
@@ -100,7 +100,7 @@ def list_runs(
 ) -> None:
     """The runs of a folder and their state."""
     with errors():
-        statuses = [folder.status() for folder in all_runs(root)]
+        statuses = [_status_or_why_not(folder) for folder in all_runs(root)]
         if as_json:
             print(json.dumps(statuses))
             return
@@ -109,6 +109,14 @@ def list_runs(
             steps = f"{status['step']}/{status['steps']}" if status.get("steps") else str(status["step"])
             table.add_row(status["name"], status["state"], steps, Text(status.get("cause") or ""))
         out.print(table if statuses else f"no runs in {root}")
+
+
+def _status_or_why_not(folder: RunFolder) -> dict[str, Any]:
+    """One broken folder must not hide the others."""
+    try:
+        return folder.status()
+    except RunError as error:
+        return {"name": folder.name, "state": "unreadable", "cause": str(error), "step": 0}
 
 
 @app.command()

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+import trainers.collecting.config as collecting
 from buffer.config import BufferConfig, Strict
 from makers.config import DATA_PARALLEL, MORE_REPLICAS, MakerConfig, ModelConfig, PromptsConfig
+from trainers.algorithms.config import CALLED_HERE
 from trainers.config import NOT_OFFERED, MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
 
@@ -104,7 +106,10 @@ class RunConfig(Strict):
     model: ModelConfig
     prompts: PromptsConfig
     makers: dict[Annotated[str, Field(pattern=RUN_NAME)], MakerConfig] = Field(min_length=1)
-    trainers: TrainersConfig
+    trainers: TrainersConfig = Field(TrainersConfig(), description="Who learns from the rows. This or `collect`.")
+    collect: collecting.CollectConfig | None = Field(
+        None, description="Rows go to files, and nobody learns. This or `trainers`."
+    )
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -114,6 +119,16 @@ class RunConfig(Strict):
     placement: PlacementConfig = PlacementConfig()
     cluster: ClusterConfig = ClusterConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _one_consumer(self) -> RunConfig:
+        if self.trainers.policy is None and self.collect is None:
+            raise ValueError(
+                "trainers.policy: missing: nobody takes the rows; or give `collect`, which writes them to files"
+            )
+        if tuple(self.trainers) and self.collect is not None:
+            raise ValueError("trainers, collect: give one of the two: rows are trained on, or written to files")
+        return self
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -143,7 +158,7 @@ def load_maker(path: str | Path) -> dict[str, Any]:
 def load_config(path: str | Path, overrides: Iterable[str] = (), name: str | None = None) -> RunConfig:
     """Read, override (`a.b=c`, values in YAML) and validate one config file. Raises ConfigError."""
     file = Path(path)
-    data = _read(file, "a config is a mapping with `name`, `model`, `prompts`, `makers`, `trainers`")
+    data = _read(file, "a config is a mapping with `name`, `model`, `prompts`, `makers`, and `trainers` or `collect`")
     for override in overrides:
         _apply_override(data, override)
     if name is not None:
@@ -241,6 +256,14 @@ def _describe(problem: Any, data: Any) -> str:
     return f"{where}: {message} (given: {_shown(given)})"
 
 
+NOT_REPLAYED = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+WHY_NOT_REPLAYED = (
+    "it takes tokens out of the distribution that is sampled from, or shifts them; the trainer's log-probs are of all tokens, "
+    "so every ratio of the two policies would be biased. Leave it out; a lower `temperature`, which the trainer follows, "
+    "sharpens samples without that"
+)
+
+
 def _unknown(path: list[str]) -> str:
     """What users of other systems look for gets the reason why it is not here, and what to do instead."""
     *parents, key = path
@@ -248,6 +271,10 @@ def _unknown(path: list[str]) -> str:
         for words, reason in NOT_OFFERED.items():
             if any(word in key for word in words):
                 return f"not offered: {reason}"
+    if "algorithm" in parents and key in CALLED_HERE:
+        return f"unknown key: it is called `{CALLED_HERE[key]}` here"
+    if "sampling" in parents and key in NOT_REPLAYED:
+        return f"not offered: {WHY_NOT_REPLAYED}"
     if "engine" in parents and key.startswith(DATA_PARALLEL):
         return f"not offered: {MORE_REPLICAS}"
     return f"unknown key{_nearest(key)}"

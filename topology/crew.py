@@ -18,9 +18,20 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffer.config import Resources
-from topology.actors import BufferActor, CriticActor, Identity, MakerActor, RankActor, Shell, TrainerActor, WeightsActor
+from topology.actors import (
+    BufferActor,
+    CollectorActor,
+    CriticActor,
+    Identity,
+    MakerActor,
+    RankActor,
+    Shell,
+    TrainerActor,
+    WeightsActor,
+)
 from topology.bundles import makers_in_turns, shared_devices, sharers, trainers_in_turns
 from topology.capacity import PlannedActor
+from topology.consumer import COLLECTOR, consumer_of
 from topology.handles import ActorLost, call
 from topology.lifecycle import Lifecycle
 from topology.members import Member, threads_of
@@ -37,10 +48,16 @@ CLASSES: dict[str, type[Shell]] = {
     "weights": WeightsActor,
     "trainer": TrainerActor,
     "critic": CriticActor,
+    COLLECTOR: CollectorActor,
     "rank": RankActor,
     "maker": MakerActor,
 }
-SERVICES = ("buffer", "weights", "trainer")  # they write to the run folder, which is on the supervisor's node
+SERVICES = (
+    "buffer",
+    "weights",
+    "trainer",
+    COLLECTOR,
+)  # they write to the run folder, which is on the supervisor's node
 
 
 class RunFailed(Exception):
@@ -82,8 +99,9 @@ class Crew:
         return self.members["weights"]
 
     @property
-    def trainer(self) -> Member:
-        return self.members[f"trainer/{POLICY}"]
+    def consumer(self) -> Member:
+        """Of complete rows."""
+        return self.members[consumer_of(self.config)]
 
     def kind(self, kind: str) -> list[Member]:
         return [member for member in self.members.values() if member.kind == kind]
@@ -93,7 +111,7 @@ class Crew:
 
     def in_training(self, member: Member) -> bool:
         """Whether its death costs the state of training, so that all of these are made anew together."""
-        return member.kind in ("trainer", "critic", "rank") or member.name in self._in_turns
+        return member.kind in ("trainer", "critic", "rank", COLLECTOR) or member.name in self._in_turns
 
     def training(self) -> list[Member]:
         return [member for member in self.members.values() if self.in_training(member)]
@@ -192,20 +210,26 @@ class Crew:
         self.buffer.life.joined()
 
     async def start_training(self, origin: Origin) -> None:
-        """All ranks, then who calls them. Nothing is published yet."""
+        """All ranks, then who calls them; or the collector. Nothing is published yet."""
+        if self.config.collect is not None:
+            await self.ask(self.consumer, "start")
+            self.consumer.life.joined()
+            return
         await asyncio.gather(*(self._start_ranks(role, origin) for role in self.config.trainers))
         await self.connect_weights()
         if critic := self.members.get(f"trainer/{CRITIC}"):
             await self.ask(critic, "start", [rank.name for rank in self.ranks(CRITIC)])
             critic.life.joined()
         names = [rank.name for rank in self.ranks(POLICY)]
-        await self.ask(self.trainer, "start", names, origin.step, origin.version)
-        self.trainer.life.joined()
+        await self.ask(self.consumer, "start", names, origin.step, origin.version)
+        self.consumer.life.joined()
 
     async def connect_weights(self) -> None:
         """The store is told whom to call."""
         ranks = self.ranks(POLICY)
-        if self._buckets is None:  # a rank that trains would not answer before it has finished
+        if self._buckets is None:  # a rank that trains answers nothing but a ping
+            self._buckets = next((rank.place["buckets"] for rank in ranks if rank.place.get("buckets")), None)
+        if self._buckets is None:
             self._buckets, *_ = await asyncio.gather(*(self.ask(rank, "invoke", "num_buckets") for rank in ranks))
         await self.ask(self.weights, "connect", [rank.name for rank in ranks], self._buckets)
         if not self.weights.life.useful:
@@ -213,7 +237,7 @@ class Crew:
 
     async def publish_start(self) -> None:
         """The policy's first act. Then ranks that share their devices make room for the makers."""
-        await self.ask(self.trainer, "publish_start")
+        await self.ask(self.consumer, "publish_start")
         sharing = [rank for role in trainers_in_turns(self.config) for rank in self.ranks(role)]
         await asyncio.gather(*(self.ask(rank, "invoke", "offload") for rank in sharing))
 
@@ -239,13 +263,11 @@ class Crew:
         ended = await asyncio.gather(*closing, return_exceptions=True)
         return {m.name: error for m, error in zip(useful, ended, strict=True) if isinstance(error, Exception)}
 
-    async def ask(self, member: Member, method: str, *args: Any) -> Any:
-        """Raises RunFailed with the actor and the cause."""
-        name = member.name
+    async def ask(self, member: Member, method: str, *args: Any, within: float | None = None) -> Any:
+        """Raises RunFailed with the actor and the cause. `within`: seconds; limits.start by default."""
+        name, limit = member.name, self.config.limits.start if within is None else within
         try:
-            return await call(
-                getattr(member.handle, method).remote(*args), self.config.limits.start, f"{name}: {method}"
-            )
+            return await call(getattr(member.handle, method).remote(*args), limit, f"{name}: {method}")
         except (TimeoutError, ActorLost) as error:
             raise RunFailed(str(error)) from None
         except Exception as error:

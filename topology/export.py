@@ -18,6 +18,8 @@ def export_policy(folder: RunFolder, destination: Path) -> int:
     if destination.exists():
         raise ConfigError(f"{destination} exists: choose a folder that does not, or remove it")
     config = load_config(folder.config)
+    if config.collect is not None:
+        raise ConfigError(f"run {folder.name} has no trainers (it has `collect`), so there is no policy to export")
     try:
         checkpoint = find_latest(folder.checkpoints)
         model_path = resolve_model(config.model.path)

@@ -68,18 +68,29 @@ def _in_use(folder: RunFolder) -> str:
 
 
 def resume(run_dir: str | Path, overrides: Any = ()) -> Run:
-    """Go on from the newest checkpoint of an ended run, in the same folder."""
+    """Go on from the newest checkpoint of an ended run, in the same folder; a job goes on from its files."""
     from topology.runs import existing_run
 
     folder = existing_run(str(Path(run_dir).resolve()))
+    with folder.being_resumed():
+        return _resume(folder, overrides)
+
+
+def _resume(folder: RunFolder, overrides: Any) -> Run:
     state = folder.status()["state"]
     if state not in ENDED:
         raise ConfigError(f"run {folder.name} is {state}: stop it first with `tandem stop {folder.name}`")
+    prepared = prepare(folder.config, overrides, name=folder.name)
+    if prepared.config.collect is not None:
+        if state == "done":
+            raise ConfigError(
+                f"run {folder.name} is done: its prompts are used up, {folder.collected} has what it collected"
+            )
+        return _start_again(prepared, folder, None)
     try:
         checkpoint = find_latest(folder.checkpoints)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    prepared = prepare(folder.config, overrides, name=folder.name)
     _check_same_model(checkpoint, prepared)
     steps = prepared.config.trainers[POLICY].steps
     if checkpoint.step >= steps:
@@ -87,9 +98,13 @@ def resume(run_dir: str | Path, overrides: Any = ()) -> Run:
             f"the newest checkpoint of run {folder.name} is at step {checkpoint.step} of {steps}: nothing is left to do; "
             f"to train longer: --set trainers.policy.steps={checkpoint.step * 2}"
         )
+    return _start_again(prepared, folder, {**checkpoint.meta, "folder": str(checkpoint.path)})
+
+
+def _start_again(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, Any] | None) -> Run:
     for file in (folder.status_file, folder.cluster_file):
         file.unlink(missing_ok=True)
-    return _start_actors(prepared, folder, {**checkpoint.meta, "folder": str(checkpoint.path)})
+    return _start_actors(prepared, folder, checkpoint)
 
 
 def _check_same_model(checkpoint: Checkpoint, prepared: Prepared) -> None:

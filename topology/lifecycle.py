@@ -93,8 +93,8 @@ class Lifecycle:
         return min(FIRST_PAUSE * 2 ** (len(self.deaths) - 1), LONGEST_PAUSE)
 
     def restart(self) -> None:
-        """It is being made anew: after the pause of its death, or together with one that died."""
-        self._go("restarting", "starting", "stale", "healthy", "suspect", "dead")
+        """It is being made anew: after the pause of its death, or together with one that died; or once more, as that failed."""
+        self._go("restarting", "starting", "stale", "healthy", "suspect", "dead", "restarting")
 
     def created(self) -> None:
         self._go("starting", "restarting")

@@ -51,6 +51,8 @@ def seconds_left(status: Status, metrics: Metrics) -> float | None:
     """From the mean length of the last steps; None before the first, and after the end."""
     if status["state"] in ENDED:
         return None
+    if status["steps"] is None:  # a job: it ends with its prompts
+        return None
     recent = [row["time/step"] for row in metrics[-RECENT:] if row.get("time/step") is not None]
     return sum(recent) / len(recent) * (status["steps"] - status["step"]) if recent else None
 
@@ -75,8 +77,8 @@ def plain_line(status: Status, metrics: Metrics) -> str:
     if not metrics:
         return f"{status['name']}: {status['state']}" + (f": {status['cause']}" if status.get("cause") else "")
     row = metrics[-1]
-    parts = [f"step {row['step']}/{status['steps']}", f"reward {_number(row.get('reward/mean'), '.3f')}"]
-    parts += [f"staleness {_number(row.get('staleness/max'), 'g')}"]
+    parts = [_count(row["step"], status["steps"]), f"reward {_number(row.get('reward/mean'), '.3f')}"]
+    parts += [f"staleness {_number(row['staleness/max'], 'g')}"] if "staleness/max" in row else []
     parts += [f"{_number(row.get('tokens_per_s/generated'), '.0f')} tok/s"]
     parts += [f"bound by {row['bound_by']}"] if row.get("bound_by") else []
     left = seconds_left(status, metrics)
@@ -123,10 +125,13 @@ def _lines(status: Status, metrics: Metrics) -> list[tuple[str, RenderableType]]
     lines: list[tuple[str, RenderableType]] = []
     if "steps" in status:
         lines.append(("step", _progress(status, metrics)))
+    if status.get("collected"):
+        lines.append(("collected", _collected(status["collected"])))
     if status.get("phase") and status["state"] not in ENDED:
         lines.append(("trainer", PHASES.get(status["phase"], str(status["phase"]))))
     if row:
         lines.append(("reward", _reward(metrics, status.get("held_out"))))
+    if "staleness/max" in row:
         lines.append(("staleness", _staleness(row)))
     if "versions" in status:
         lines.append(("versions", _versions(status["versions"])))
@@ -144,7 +149,20 @@ def _lines(status: Status, metrics: Metrics) -> list[tuple[str, RenderableType]]
     return lines
 
 
+def _count(step: int, steps: int | None) -> str:
+    return f"part {step}" if steps is None else f"step {step}/{steps}"
+
+
+def _collected(figures: Mapping[str, Any]) -> str:
+    """What the files of a job hold."""
+    counts = f"{figures['rows']:,} rows, {figures['kept']:,} of {figures['samples']:,} samples kept"
+    rates = [f"{key} {value:.3f}" for key, value in figures.items() if key.startswith("pass@")]
+    return ", ".join([counts, *rates])
+
+
 def _progress(status: Status, metrics: Metrics) -> RenderableType:
+    if status["steps"] is None:
+        return Text(_count(status["step"], None), style="bold")
     left = seconds_left(status, metrics)
     grid = Table.grid(padding=(0, 2))
     count = Text(f"{status['step']}/{status['steps']}", style="bold")

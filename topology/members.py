@@ -10,8 +10,9 @@ from typing import Any
 
 from topology.capacity import PlannedActor
 from topology.config import RunConfig
+from topology.consumer import consumer_of, steps_of
 from topology.lifecycle import Lifecycle, State
-from topology.roles import POLICY, role_of
+from topology.roles import role_of
 
 
 @dataclass
@@ -50,18 +51,19 @@ class Member:
             "node": self.place.get("node"),
             "version": self.status.get("version"),
             "committed": committed,
+            "joining": self.joining,
         }
 
 
 def snapshot(
     config: RunConfig, members: Mapping[str, Member], *, state: str, cause: str | None, folder: str, first_step: int
 ) -> dict[str, Any]:
-    """The object that `tandem status --json` prints; `first_step` is the step until the trainer tells its own."""
+    """The object that `tandem status --json` prints; `first_step` is the step until the consumer of the rows tells its own."""
 
     def status_of(name: str) -> dict[str, Any]:
         return members[name].status if name in members else {}
 
-    trainer, buffer = status_of(f"trainer/{POLICY}"), status_of("buffer")
+    consumer, buffer = status_of(consumer_of(config)), status_of("buffer")
     makers = [member.status.get("version") for member in members.values() if member.planned.kind == "maker"]
     versions = [version for version in makers if version is not None]
     committed = {name: maker["committed"] for name, maker in buffer.get("makers", {}).items()}
@@ -70,11 +72,11 @@ def snapshot(
         "name": config.name,
         "state": state,
         "cause": cause,
-        "step": trainer.get("step", first_step),
-        "steps": config.trainers[POLICY].steps,
-        "phase": trainer.get("phase"),
+        "step": consumer.get("step", first_step),
+        "steps": steps_of(config),
+        "phase": consumer.get("phase"),
         "versions": {
-            "trainer": trainer.get("version"),
+            "trainer": consumer.get("version"),
             "maker_min": min(versions, default=None),
             "maker_max": max(versions, default=None),
         },
@@ -82,10 +84,11 @@ def snapshot(
         "buffer": {"rows": buffer.get("rows", {}), "bytes": buffer.get("bytes", 0)},
         "ledger": {**ledger["rows"], "tokens": ledger["tokens"]} if ledger else {},
         "failures": buffer.get("failures", {}),
-        "rates": trainer.get("rates", {}),
-        "bound_by": trainer.get("bound_by"),
-        "knob": trainer.get("knob"),
-        "held_out": trainer.get("held_out"),
+        "rates": consumer.get("rates", {}),
+        "bound_by": consumer.get("bound_by"),
+        "knob": consumer.get("knob"),
+        "held_out": consumer.get("held_out"),
+        "collected": consumer.get("collected"),
         "folder": folder,
         "time": time.time(),
     }

@@ -11,14 +11,24 @@ from dataclasses import dataclass, replace
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
-from makers.config import MakerConfig, ReferenceMaker, RewardMaker, RewardModelMaker, RolloutMaker, TeacherMaker
+from makers.config import (
+    DatasetMaker,
+    MakerConfig,
+    ReferenceMaker,
+    RewardMaker,
+    RewardModelMaker,
+    RolloutMaker,
+    TeacherMaker,
+)
 from topology.bundles import Bundle, BundleGroup, bundle_groups, makers_in_turns, total, trainers_in_turns
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
-from topology.checks import CHECKS, check_own_models
+from topology.checks import check_own_models, checks_of
 from topology.config import ConfigError, RunConfig
+from topology.consumer import COLLECTOR, pace_of
 from topology.models import ModelInfo
-from topology.roles import CRITIC, POLICY, maker_names, rank_names, rollout_of, stage_of
+from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, rank_names, samples_of, stage_of
 from topology.scoring_checks import scoring_engine
+from trainers.collecting.config import CollectConfig
 from trainers.config import MegatronBackend
 
 GIB = 1 << 30
@@ -26,6 +36,7 @@ RUNTIME_GIB = {
     "rollout": 1.1,
     "reward": 0.4,
     "reference": 0.7,
+    "dataset": 0.5,
     "custom": 0.5,
     "rank": 0.7,
     "service": 0.25,
@@ -71,7 +82,7 @@ def make_plan(
     config: RunConfig, model: ModelInfo, capacity: Capacity, own_models: Mapping[str, ModelInfo] = NO_MODELS
 ) -> Plan:
     """Raises ConfigError that lists every problem. `own_models`: by group, of makers with a model of their own."""
-    problems = [problem for check in CHECKS for problem in check(config, model)]
+    problems = [problem for check in checks_of(config) for problem in check(config, model)]
     problems += check_own_models(config, own_models)
     if not problems:
         plan = _build(config, model, own_models)
@@ -90,8 +101,11 @@ def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelIn
     actors = [
         PlannedActor("supervisor", "supervisor", service, RUNTIME_GIB["service"]),
         PlannedActor("buffer", "buffer", service, RUNTIME_GIB["service"]),
-        PlannedActor("weights", "weights", service, RUNTIME_GIB["service"]),
     ]
+    if config.collect is None:
+        actors.append(PlannedActor("weights", "weights", service, RUNTIME_GIB["service"]))
+    else:
+        actors.append(PlannedActor(COLLECTOR, COLLECTOR, service, RUNTIME_GIB["service"]))
     for role, trainer in config.trainers.items():
         kind = "trainer" if role == POLICY else "critic"
         actors.append(PlannedActor(f"trainer/{role}", kind, service, RUNTIME_GIB["service"]))
@@ -112,6 +126,9 @@ def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelIn
 
 
 def worst_case_staleness(config: RunConfig) -> int:
+    """In published versions; a job has one."""
+    if config.collect is not None:
+        return 0
     buffer, trainer = config.buffer, config.trainers[POLICY]
     return worst_case_age(
         buffer.order, buffer.window, buffer.max_staleness, trainer.groups_per_step, config.weights.every
@@ -129,17 +146,23 @@ def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for group, maker in config.makers.items():
         yield "buffer", f"maker/{group}", f"leases{'' if maker.route is None else f' of rows with {maker.route}'}"
         yield f"maker/{group}", "buffer", f"{stage_of(maker, group)} columns, by reference"
-        if isinstance(maker, RolloutMaker):
+        if isinstance(maker, RolloutMaker) and config.collect is None:
             yield "weights", f"maker/{group}", "newest version"
+    if config.collect is not None:
+        yield "buffer", COLLECTOR, "complete rows, by reference"
+        return
     yield "buffer", f"trainer/{POLICY}", "complete rows, by reference"
-    yield f"trainer/{POLICY}", "weights", f"a version every {config.weights.every} step(s)"
+    if makers_that_pull(config):
+        yield f"trainer/{POLICY}", "weights", f"a version every {config.weights.every} step(s)"
     if config.trainers.critic is not None:
         yield f"trainer/{POLICY}", f"trainer/{CRITIC}", "rows by reference, then returns"
         yield f"trainer/{CRITIC}", f"trainer/{POLICY}", "values"
 
 
 def _arithmetic(config: RunConfig) -> dict[str, str]:
-    trainer, n = config.trainers[POLICY], rollout_of(config).sampling.n
+    if config.collect is not None:
+        return _job_arithmetic(config, config.collect)
+    trainer, n = config.trainers[POLICY], samples_of(config)
     groups, every = trainer.groups_per_step, config.weights.every
     in_flight = (config.buffer.max_staleness + 1) * groups * every
     return {
@@ -154,7 +177,18 @@ def _arithmetic(config: RunConfig) -> dict[str, str]:
     }
 
 
+def _job_arithmetic(config: RunConfig, collect: CollectConfig) -> dict[str, str]:
+    rows, parts, n = collect.rows_per_part, collect.parts_in_flight, samples_of(config)
+    return {
+        "samples per part": f"{rows} rows x {n} samples = {rows * n}",
+        "rows in flight at most": f"{parts} parts x {rows} = {parts * rows}",
+        "passes over the prompts": str(pace_of(config).prompts.epochs),
+    }
+
+
 def _warnings(config: RunConfig) -> Iterator[str]:
+    if config.collect is not None:
+        return
     trainer = config.trainers[POLICY]
     if trainer.steps % config.weights.every:
         last = trainer.steps - trainer.steps % config.weights.every
@@ -234,4 +268,6 @@ def _maker_memory(maker: MakerConfig, model: ModelInfo) -> tuple[float, float]:
         activations = maker.micro_batch_tokens * (8 * model.hidden + 4 * model.intermediate)  # of one layer at a time
         state = (model.parameters + activations) * width / GIB
         return (runtime, state) if gpu else (runtime + state, 0.0)
+    if isinstance(maker, DatasetMaker):
+        return RUNTIME_GIB["dataset"], 0.0
     return RUNTIME_GIB["reward" if isinstance(maker, RewardMaker) else "custom"], 0.0

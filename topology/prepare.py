@@ -20,7 +20,7 @@ from topology.config import ConfigError, RunConfig, load_config
 from topology.joining import cluster_address, connected
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.plan import GIB, Plan, make_plan
-from topology.roles import POLICY, model_of
+from topology.roles import model_of
 from topology.vocabulary import difference
 from trainers.config import CustomAlgorithm
 
@@ -158,9 +158,9 @@ def _check_own_code(config: RunConfig) -> None:
     from makers.dotted import check_dotted
 
     paths = {f"makers.{group}.kind": m.kind for group, m in config.makers.items() if isinstance(m, CustomMaker)}
-    algorithm = config.trainers[POLICY].algorithm
-    if isinstance(algorithm, CustomAlgorithm):
-        paths[f"trainers.{POLICY}.algorithm.type"] = algorithm.type
+    for role, trainer in config.trainers.items():
+        if isinstance(trainer.algorithm, CustomAlgorithm):
+            paths[f"trainers.{role}.algorithm.type"] = trainer.algorithm.type
     for key, path in paths.items():
         try:
             check_dotted(path)

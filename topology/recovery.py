@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from buffer.config import Route
 from topology.capacity import PlannedActor
-from topology.changes import group_of
+from topology.changes import group_of, were_joining
 from topology.config import load_config
 from topology.crew import Origin, RunFailed
 from topology.handles import ActorLost, call
 from topology.lifecycle import NotAllowed
 from topology.members import Member
-from topology.roles import stage_of, stages_of
+from topology.roles import routes_of, stage_of
 from topology.shifts import own_bundle
-from trainers.checkpoints import CheckpointError, find_latest
+from trainers.checkpoints import CheckpointError, last_whole
 
 if TYPE_CHECKING:
     from topology.supervisor import Supervisor
@@ -80,7 +81,7 @@ class Recovery:
             await self._crew.ask(self._crew.buffer, "maker_died", member.name, cause)
         if pause is None:
             told = self._given_up(member, cause)
-            if self._run.config.limits.restarts == 0 or not self._others_fill(self._stage(member)):
+            if self._run.config.limits.restarts == 0 or not self._others_fill(member):
                 self._run.fail(told)
             else:
                 self._run.event("gave_up", actor=member.name, cause=told)
@@ -101,7 +102,7 @@ class Recovery:
             self._crew.end(member)  # it was detached meanwhile
             return
         except RunFailed as error:
-            if member.life.alive and member.state != "draining":  # else its death is handled already
+            if (member.life.alive or member.state == "restarting") and member.state != "draining":  # else it is handled
                 self._run.event("death", actor=member.name, cause=str(error))
                 self.lost(member, str(error))
             return
@@ -128,7 +129,7 @@ class Recovery:
         if not self.training_is_down:
             await self._crew.connect_weights()
             with suppress(RunFailed):  # the trainer dies too: what comes in its place publishes
-                await self._crew.ask(self._crew.trainer, "refill")
+                await self._crew.ask(self._crew.consumer, "refill")
 
     async def there(self, member: Member) -> None:
         """Until others may rely on it. Raises RunFailed after limits.start seconds."""
@@ -194,20 +195,27 @@ class Recovery:
             for maker in (member for member in crew.training() if member.kind == "maker"):
                 await crew.ask(crew.buffer, "maker_died", maker.name, cause)
             await crew.make_anew(crew.training())
+            if crew.config.collect is not None:
+                await crew.start_training(self._run.origin)
+                await self.there(crew.buffer)
+                await crew.publish_start()
+                return
             await self._made(crew.weights)
             await self.there(crew.buffer)
             self._run.origin = await self._origin()
             await crew.start_training(self._run.origin)
             await self.there(crew.buffer)
             await crew.ask(crew.buffer, "rewind", self._run.origin.step)
+            await self._made(crew.weights)
+            await crew.connect_weights()  # once more: the store may be another by now
             await crew.publish_start()
             for maker in (member for member in crew.training() if member.kind == "maker"):
                 await self._maker_again(maker)
         except RunFailed as error:
             if await self.training_was_lost(LOOK):
                 return  # somebody else of it died: once more
-            self._run.event("death", actor=crew.trainer.name, cause=str(error))
-            self.lost(crew.trainer, str(error))
+            self._run.event("death", actor=crew.consumer.name, cause=str(error))
+            self.lost(crew.consumer, str(error))
 
     async def _origin(self) -> Origin:
         """The last checkpoint, and the number after that of the newest version that anybody has seen."""
@@ -218,9 +226,13 @@ class Recovery:
         seen.append((await crew.ask(crew.buffer, "status"))["published"])
         newest = max((version for version in seen if version is not None), default=-1)
         try:
-            checkpoint = find_latest(self._run.folder.checkpoints)
-        except CheckpointError:
+            checkpoint, broken = last_whole(self._run.folder.checkpoints)
+        except CheckpointError as error:
+            raise RunFailed(f"training cannot be made anew: {error}") from None
+        if checkpoint is None:
             return Origin(version=newest + 1)  # none was written yet
+        if broken is not None:
+            self._run.event("broken_checkpoint", cause=broken, instead=checkpoint.path.name)
         return Origin(checkpoint.step, newest + 1, folder=str(checkpoint.path))
 
     # --- what is missing ----------------------------------------------------------------------------------------------
@@ -229,26 +241,33 @@ class Recovery:
         """What the run cannot go on without and is not there now."""
         if self.training_is_down:
             return f"training is made anew: {self._lost_cause}"
-        for name in ("buffer", "weights"):
+        for name in ("buffer", "weights") if self._crew.config.collect is None else ("buffer",):
             service = self._crew.members.get(name)
             if service is None:
                 return "the supervisor looks for the actors of the run"
             if not service.life.useful:
                 return f"{name} is made anew: {service.life.cause}"
-        for stage in stages_of(self._crew.config):
-            fills = [member for member in self._crew.kind("maker") if self._stage(member) == stage]
+        wanted = [(stage, route) for stage, routes in routes_of(self._crew.config).items() for route in routes]
+        for stage, route in sorted(wanted, key=str):
+            fills = [maker for maker in self._crew.kind("maker") if self._fills(maker, stage, route)]
             if not any(member.life.useful for member in fills):
                 comes = [member.name for member in fills if member.state in ("dead", "restarting", "starting", "stale")]
-                return f"no maker for {stage}: " + (f"{', '.join(comes)} is made anew" if comes else "attach one")
+                which = stage if route is None else f"{stage} of rows with {route}"
+                return f"no maker for {which}: " + (f"{', '.join(comes)} is made anew" if comes else "attach one")
         return None
 
-    def _others_fill(self, stage: str) -> bool:
-        fills = [member for member in self._crew.kind("maker") if self._stage(member) == stage]
+    def _others_fill(self, gone: Member) -> bool:
+        group = group_of(gone.name)
+        maker = self._crew.config.makers[group]
+        stage, route = stage_of(maker, group), maker.route
+        fills = [other for other in self._crew.kind("maker") if self._fills(other, stage, route)]
         return any(member.state not in ("retired", "draining") for member in fills)
 
-    def _stage(self, member: Member) -> str:
-        group = member.name.split("/")[1]
-        return stage_of(self._crew.config.makers[group], group)
+    def _fills(self, member: Member, stage: str, route: Route | None) -> bool:
+        """Whether the maker takes all rows of this route."""
+        group = group_of(member.name)
+        maker = self._crew.config.makers[group]
+        return stage_of(maker, group) == stage and maker.route in (None, route)
 
     # --- after a death of the supervisor itself -----------------------------------------------------------------------
 
@@ -262,10 +281,13 @@ class Recovery:
         names = set(crew.names_there())
         planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
         known = [name for name in sorted(names - planned.keys()) if group_of(name) in crew.config.makers]
-        added = [run.shifts.planned(name) for name in known]  # others were just being attached
+        added = [run.shifts.planned(name) for name in known]  # those of other groups were just being attached
         run.placement.adopt([*run.plan.groups, *map(own_bundle, added)])
+        joining = set(were_joining(crew.config, names, status["actors"]))
         for actor in (*planned.values(), *added):
-            if actor.name in names or not self._was_detached(actor, status):
+            if actor.name in joining:
+                run.placement.free(actor.name)
+            elif actor.name in names or not self._was_detached(actor, status):
                 crew.enlist(actor)
         for member in list(crew.members.values()):
             await self._adopt(member, member.name in names)
@@ -274,6 +296,9 @@ class Recovery:
         for maker in crew.kind("maker"):
             if maker.life.useful:
                 await self._adopt_maker(maker)
+        for name in names - crew.members.keys():
+            with suppress(RunFailed):  # the buffer may have been told of it a moment ago
+                await crew.ask(crew.buffer, "maker_died", name, "the supervisor died while it was being attached")
 
     def _was_detached(self, actor: PlannedActor, status: dict[str, Any]) -> bool:
         return actor.kind == "maker" and all(row["name"] != actor.name for row in status["actors"])
@@ -303,8 +328,10 @@ class Recovery:
     async def _adopt_maker(self, maker: Member) -> None:
         with suppress(RunFailed):
             maker.info = await self._crew.ask(maker, "info")
-            known = (await self._crew.ask(self._crew.buffer, "status"))["makers"]
-            if maker.name in known:
-                maker.attached_to = self._crew.buffer.handle
-            else:
+            known = (await self._crew.ask(self._crew.buffer, "status"))["makers"].get(maker.name)
+            if known is None:
                 await self._crew.attach(maker)
+                return
+            maker.attached_to = self._crew.buffer.handle
+            if known["state"] == "draining":  # `tandem detach` was under way
+                self._run.spawn(self._run.shifts.detach(maker.name, now=False), f"detach {maker.name}")

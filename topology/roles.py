@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from buffer.config import Route
-from makers.config import CustomMaker, MakerConfig, ModelConfig, RewardModelMaker, RolloutMaker, reward_model_stage
+from makers.config import (
+    CustomMaker,
+    DatasetMaker,
+    MakerConfig,
+    ModelConfig,
+    RewardModelMaker,
+    RolloutMaker,
+    reward_model_stage,
+)
 from topology.config import RunConfig
 from trainers.config import RanksConfig
 
@@ -14,9 +22,12 @@ CRITIC: Final = "critic"
 
 
 def stage_of(maker: MakerConfig, group: str) -> str:
-    """The stage that a maker group fills: its kind; of reward models one for each group; of a maker of one's own its name."""
+    """The stage that a maker group fills: its kind; of reward models one for each group; of a maker of one's own the group's
+    name. A dataset's rows stand where a policy's would."""
     if isinstance(maker, RewardModelMaker):
         return reward_model_stage(group)
+    if isinstance(maker, DatasetMaker):
+        return "rollout"
     return group if isinstance(maker, CustomMaker) else maker.kind
 
 
@@ -30,9 +41,29 @@ def rollout_of(config: RunConfig) -> RolloutMaker:
     return next(maker for maker in config.makers.values() if isinstance(maker, RolloutMaker))
 
 
+def samples_of(config: RunConfig) -> int:
+    """Samples of one row: the size of a group."""
+    sizes = [samples_of_row(maker) for maker in config.makers.values()]
+    return next(size for size in sizes if size is not None)
+
+
+def samples_of_row(maker: MakerConfig) -> int | None:
+    """Of a group that fills the stage `rollout`; None: it does not."""
+    if isinstance(maker, RolloutMaker):
+        return maker.sampling.n
+    return maker.samples if isinstance(maker, DatasetMaker) else None
+
+
+def makers_that_pull(config: RunConfig) -> bool:
+    """Whether any maker follows the trainer's weights."""
+    return any(isinstance(maker, RolloutMaker) for maker in config.makers.values())
+
+
 def max_response_tokens(config: RunConfig) -> int:
     """The largest completion budget: the constant of Dr.GRPO, one for all rows, whichever group made them."""
-    return max(maker.sampling.max_tokens for maker in config.makers.values() if isinstance(maker, RolloutMaker))
+    budgets = [maker.sampling.max_tokens for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
+    budgets += [maker.max_tokens for maker in config.makers.values() if isinstance(maker, DatasetMaker)]
+    return max(budgets)
 
 
 def role_of(actor: str) -> str:

@@ -59,13 +59,14 @@ class Run:
         """
         config = load_config(self.folder.config)
         section = None if maker is None else dict(maker)
-        check(grown(config, group, section, replicas))
+        present = [actor["name"] for actor in self.folder.status().get("actors", ())]
+        check(grown(config, group, section, replicas, present))
         return self._ask_supervisor("attach", group, section, replicas, timeout=2 * config.limits.start)
 
     def detach(self, maker: str, now: bool = False) -> None:
         """One maker fewer: it finishes its rows first, or with `now` others make them again. Raises ConfigError, RunError."""
         config = load_config(self.folder.config)
-        self._ask_supervisor("detach", maker, now, timeout=config.limits.start + config.buffer.lease_timeout)
+        self._ask_supervisor("detach", maker, now, timeout=config.limits.start + 2 * config.buffer.lease_timeout)
 
     def checkpoint(self) -> Path:
         """Have a checkpoint written of the present step, when that is done; its folder. Raises ConfigError, RunError."""

@@ -5,13 +5,16 @@ Files are replaced atomically, so a reader never sees half of one. The folder wo
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import psutil
 
 from topology.config import RUN_NAME, RUN_NAME_IN_WORDS, ConfigError
 
+log = logging.getLogger("tandem")
 ENDED = ("done", "failed", "stopped")
 RUNS = "TANDEM_RUNS"  # the variable that names the folder of all run folders; without it `runs`, here
 JOB_CODE = "working_dir_files"  # the folder into which Ray unpacks the code that a job brought
@@ -46,6 +50,7 @@ class RunFolder:
     metrics = property(lambda self: self.path / "metrics.jsonl")
     events = property(lambda self: self.path / "events.jsonl")
     checkpoints = property(lambda self: self.path / "checkpoints")
+    collected = property(lambda self: self.path / "collected")
     rows = property(lambda self: self.path / "rows")
     logs = property(lambda self: self.path / "logs")
     cluster_file = property(lambda self: self.path / "cluster.json")
@@ -54,6 +59,18 @@ class RunFolder:
     def create(self) -> None:
         for folder in (self.path, self.checkpoints, self.rows, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def being_resumed(self) -> Iterator[None]:
+        """Raises ConfigError while another process does so too: two supervisors would write over each other."""
+        with (self.path / "resume.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with this process
+            except BlockingIOError:
+                raise ConfigError(f"run {self.name} is being resumed by another process: wait for it") from None
+            except OSError as error:  # a file system without locks
+                log.warning("%s cannot be locked: %s", file.name, error)
+            yield
 
     def require_here(self) -> None:
         """Raise RunError on a node that does not see the folder: who writes checkpoints there would find out too late."""
@@ -141,10 +158,16 @@ def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
 
 
 def read_json(file: Path) -> Any | None:
+    """What is in the file; None if there is none. Raises RunError if it holds something else than an object."""
     try:
-        return json.loads(file.read_text())
+        value = json.loads(file.read_text())
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise RunError(f"{file} is broken: {error}") from None
+    if not isinstance(value, dict):
+        raise RunError(f"{file} is broken: an object is expected, found {type(value).__name__}")
+    return value
 
 
 def write_json(file: Path, value: Any, indent: int | None = 1) -> None:

@@ -26,7 +26,7 @@ def check_teachers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     sizes = {teacher.top_k for teacher in teachers.values()}
     if len(sizes) > 1:
         yield f"makers.*.top_k: all teacher groups need the same, got {sorted(sizes, key=str)}"
-    if teachers and "teacher" not in config.trainers[POLICY].stages:
+    if teachers and config.collect is None and "teacher" not in config.trainers[POLICY].stages:
         yield (
             f"makers.{next(iter(teachers))}: nobody reads what a teacher says, as trainers.policy does not distil: remove the "
             "group, or add trainers.policy.distill"

@@ -43,23 +43,48 @@ class Shifts:
         async with self._one_at_a_time:
             self._require_running("attach")
             crew, before = self._crew, self._crew.config
-            after = grown(before, group, section, replicas)
-            names = newcomers(before, after, group, crew.members)
+            after = grown(before, group, section, replicas, crew.members)
+            names = newcomers(after, group, crew.members)
             crew.config = after  # what the newcomers are told
             members: list[Member] = []
             try:
                 for name in names:
                     members.append(await self._enlist(self.planned(name)))
-                await asyncio.gather(*(self._join(member) for member in members))
-            except BaseException:
+                await self._join_all(members)
+            except BaseException as error:
                 crew.config = before
                 for member in members:
-                    self._forget(member)
+                    await self._refuse(member, str(error))
                 raise
             self._write_config(after)
             for member in members:
                 self._run.event("attach", maker=member.name)
+            await self._tell_trainer()
             return names
+
+    async def _join_all(self, members: list[Member]) -> None:
+        """All of them, or none goes on."""
+        joining = [asyncio.ensure_future(self._join(member)) for member in members]
+        try:
+            await asyncio.gather(*joining)
+        finally:
+            for task in joining:
+                task.cancel()
+            await asyncio.gather(*joining, return_exceptions=True)
+
+    async def _refuse(self, member: Member, cause: str) -> None:
+        """Another newcomer failed, perhaps after the buffer was told of this one."""
+        self._forget(member)
+        with suppress(RunFailed):  # a buffer that dies forgets it too
+            await self._crew.ask(self._crew.buffer, "maker_died", member.name, f"not attached: {cause}")
+
+    async def _tell_trainer(self) -> None:
+        """Whose figures its metrics have. Training that is made anew reads it from the config."""
+        if self._crew.config.collect is not None:
+            return  # a collector has no such metrics
+        makers = [member.name for member in self._crew.kind("maker") if member.state != "retired"]
+        with suppress(RunFailed):
+            await self._crew.ask(self._crew.consumer, "makers_are", makers, within=10.0)
 
     async def _enlist(self, planned: PlannedActor) -> Member:
         crew = self._crew
@@ -131,17 +156,22 @@ class Shifts:
         async with self._one_at_a_time:
             self._require_running("detach")
             member = self._named(name)
-            member.life.drain()
+            if member.state != "retired":  # one that was given up is only taken off the list
+                member.life.drain()
             self._run.event("draining", maker=name, now=now)
             if member.attached_to is self._crew.buffer.handle:
+                limits, lease = self._crew.config.limits, self._crew.config.buffer.lease_timeout
                 with suppress(RunFailed):  # it dies: what it has given out is made again
-                    await self._crew.ask(self._crew.buffer, "detach", name, not now)
+                    await self._crew.ask(
+                        self._crew.buffer, "detach", name, not now, within=max(limits.start, 2 * lease)
+                    )
             if member.handle is not None and member.life.alive:
                 await self._crew.close([member])
             self._crew.config = shrunk(self._crew.config, name)
             self._forget(member)
             self._write_config(self._crew.config)
             self._run.event("detach", maker=name)
+            await self._tell_trainer()
 
     def _named(self, name: str) -> Member:
         member = self._crew.members.get(name)

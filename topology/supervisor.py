@@ -79,7 +79,7 @@ class Supervisor(Shell):
 
     async def checkpoint(self) -> str:
         """Have one written of the present step, when that is done; its folder. Raises CheckpointError with the reason."""
-        trainer = self.crew.trainer
+        trainer = self.crew.consumer
         if self.training is None or not trainer.life.useful:
             raise CheckpointError(f"there is nothing to write: {trainer.name} is {trainer.state}")
         return await call(trainer.handle.checkpoint.remote(), FOREVER, trainer.name)  # waits in there have deadlines
@@ -149,7 +149,7 @@ class Supervisor(Shell):
         if self.recovery.training_is_down:  # since before this supervisor
             await self.recovery.restart_training()
         while True:
-            trainer = self.crew.trainer
+            trainer = self.crew.consumer
             self.training = asyncio.ensure_future(
                 answer_of(trainer.handle.run.remote())
             )  # waits in there have deadlines
@@ -188,6 +188,8 @@ class Supervisor(Shell):
         self.event("stop", now=self.hurry.is_set())
         if self.hurry.is_set() or self.training is None:
             return "stopped", None
+        if self.recovery.training_is_down:
+            return "stopped", "training was just made anew: no checkpoint after its last one was written"
         drained, hurried = asyncio.create_task(self._trainer_ends()), asyncio.create_task(self.hurry.wait())
         await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
@@ -197,7 +199,7 @@ class Supervisor(Shell):
         return "stopped", "not drained: `tandem stop --now` came meanwhile"
 
     async def _trainer_ends(self) -> tuple[str, str | None]:
-        trainer, limit = self.crew.trainer, self.config.limits.stop
+        trainer, limit = self.crew.consumer, self.config.limits.stop
         try:
             await call(trainer.handle.stop.remote(), limit, f"{trainer.name}: stop")
             await call(self.training, limit, f"{trainer.name}: run")

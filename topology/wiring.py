@@ -8,23 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from topology.bundles import makers_in_turns, trainers_in_turns
+from topology.config import LimitsConfig
 from topology.handles import Peer, RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
-from topology.roles import CRITIC, POLICY, maker_names, max_response_tokens, rank_names
+from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, max_response_tokens, rank_names, stages_of
 from topology.runs import RunFolder
 from trainers.checkpoints import Checkpointer
+from trainers.collecting.collector import Collector
+from trainers.collecting.parts import Parts
 from trainers.critic import Critic
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
-from trainers.ports import Deadlines, Evaluation, Schedule
+from trainers.ports import Deadlines, Evaluation, NumberOnly, Publisher, Schedule
 from trainers.rank_group import RankGroup
 from trainers.recorder import open_recorder
 from trainers.rows_writer import RowsWriter, load_decoder
 from trainers.trainer import Trainer
 from trainers.turns import Turns
 
-CALL = 60.0  # seconds for a call that only asks or tells
 MAKER_STATUS = 2.0  # seconds after which a maker's last status has to do
+
+
+def call_limit(limits: LimitsConfig) -> float:
+    """Seconds for a call that only asks or tells: a callee that hangs is found after 1.25 pings, and then made anew."""
+    return 1.25 * limits.ping + limits.start
 
 
 def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> Trainer:
@@ -35,22 +42,23 @@ def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> 
     writer = None
     if config.rows.every is not None:
         writer = RowsWriter(folder.rows, config.rows.every, load_decoder(Path(shell.identity.model_path)))
-    group = _group(shell, ranks)
-    rows = RayRows(shell.peer("buffer"), CALL)
+    group, limit = _group(shell, ranks), call_limit(config.limits)
+    rows = RayRows(shell.peer("buffer"), limit)
+    shell.statuses = MakerStatuses([shell.peer(name) for name in makers])
     return Trainer(
         settings,
         planner=StepPlanner(settings, max_response_tokens(config)),
         ranks=group,
         rows=rows,
-        weights=RayPublisher(shell.peer("weights"), config.weights.timeout),
-        makers=MakerStatuses([shell.peer(name) for name in makers]),
+        weights=_publisher(shell),
+        makers=shell.statuses,
         recorder=open_recorder(
             folder.path, config.metrics, name=config.name, run_config=config.model_dump(mode="json")
         ),
         metrics=MetricsBuilder(),
         checkpointer=Checkpointer(folder.checkpoints, config.checkpoint.keep),
         schedule=Schedule(config.weights.every, config.checkpoint.every, config.checkpoint.at_end),
-        deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=CALL),
+        deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=limit),
         max_age=worst_case_staleness(config),
         critic=None
         if config.trainers.critic is None
@@ -60,6 +68,31 @@ def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> 
         turns=_turns(shell, rows, group),
         start_step=step,
         start_version=version,
+    )
+
+
+def _publisher(shell: Any) -> Publisher:
+    """Where nobody pulls weights a version is a number that admission goes by, and its weights are not copied."""
+    if not makers_that_pull(shell.config):
+        return NumberOnly()
+    return RayPublisher(shell.peer("weights"), shell.config.weights.timeout)
+
+
+def build_collector(shell: Any) -> Collector:
+    """The collector of the run that `shell` (a CollectorActor) belongs to."""
+    config, folder = shell.config, RunFolder(Path(shell.identity.folder))
+    limit = call_limit(config.limits)
+    return Collector(
+        config.collect,
+        stages=stages_of(config),
+        rows=RayRows(shell.peer("buffer"), limit),
+        parts=Parts(folder.collected, config.collect.jsonl),
+        decode=load_decoder(Path(shell.identity.model_path)),
+        recorder=open_recorder(
+            folder.path, config.metrics, name=config.name, run_config=config.model_dump(mode="json")
+        ),
+        deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=limit),
+        report=folder.collected / "report.json",
     )
 
 
@@ -90,6 +123,11 @@ class MakerStatuses:
     def __init__(self, makers: Sequence[Peer]) -> None:
         self._makers = makers
         self._last: dict[str, dict[str, Any]] = {}
+
+    def of(self, makers: Sequence[Peer]) -> None:
+        """These from now on."""
+        self._makers = makers
+        self._last = {maker.name: self._last[maker.name] for maker in makers if maker.name in self._last}
 
     async def __call__(self) -> dict[str, dict[str, Any]]:
         async def ask(maker: Peer) -> None:

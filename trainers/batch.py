@@ -4,7 +4,8 @@ Guarantees, all asserted by tests:
 
 1. Every sample that is to be computed is in exactly one micro-batch of one rank.
 2. Every rank gets the same number of micro-batches (some may be empty), so that collectives pair up.
-3. No micro-batch exceeds `micro_batch_tokens`, except one that holds a single sample which alone exceeds it.
+3. No micro-batch exceeds `micro_batch_tokens`, except one that holds a single sample (with `whole_rows`: a single row) which
+   alone exceeds it.
 4. The plan is a function of its arguments: the same rows give the same plan on every machine.
 5. The normalisers of a minibatch count every sample that is not masked, over all ranks and micro-batches, computed or not.
 
@@ -105,8 +106,10 @@ def packed_tokens(prompt: int, responses: Sequence[int], share_prompt: bool) -> 
     return fed + prompt * (1 if share_prompt else len(responses))
 
 
-def split_row(row: int, shape: RowShape, samples: Sequence[int], budget: int, share_prompt: bool) -> list[Part]:
-    """Cut the samples of one row, in order, into as few consecutive parts as fit in `budget` tokens each."""
+def split_row(row: int, shape: RowShape, samples: Sequence[int], budget: int | None, share_prompt: bool) -> list[Part]:
+    """Cut the samples of one row, in order, into as few consecutive parts as fit in `budget` tokens each; None: into one."""
+    if budget is None:
+        return [Part(row, tuple(samples))] if samples else []
     parts: list[Part] = []
     chosen: list[int] = []
     for sample in samples:
@@ -150,10 +153,12 @@ def plan_micro_batches(
     micro_batch_tokens: int,
     share_prompt: bool,
     data_parallel: int,
+    whole_rows: bool = False,
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """Micro-batches [data_parallel][num_micro_batches] for the given samples of the given rows, balanced by tokens.
 
-    A row stays whole while it fits, because its samples share their prompt; a larger one is cut between samples.
+    A row stays whole while it fits, because its samples share their prompt; a larger one is cut between samples, unless
+    `whole_rows` are asked for by a loss that compares them.
     """
     if micro_batch_tokens < 1 or data_parallel < 1:
         raise ValueError(
@@ -162,7 +167,7 @@ def plan_micro_batches(
     parts = [
         part
         for row in sorted(shapes)
-        for part in split_row(row, shapes[row], samples[row], micro_batch_tokens, share_prompt)
+        for part in split_row(row, shapes[row], samples[row], None if whole_rows else micro_batch_tokens, share_prompt)
     ]
     sizes = [
         packed_tokens(shapes[part.row].prompt, [shapes[part.row].responses[i] for i in part.samples], share_prompt)
@@ -196,6 +201,7 @@ def plan_step(
     data_parallel: int = 1,
     minibatches: int = 1,
     skip_zero_advantage: bool = False,
+    whole_rows: bool = False,
 ) -> StepPlan:
     """Decide which sample is computed where.
 
@@ -222,6 +228,7 @@ def plan_step(
             micro_batch_tokens=micro_batch_tokens,
             share_prompt=share_prompt,
             data_parallel=data_parallel,
+            whole_rows=whole_rows,
         )
         totals = Totals(sum(lengths), sum(length > 0 for length in lengths), max_response_tokens)
         planned.append(Minibatch(ranks, totals))

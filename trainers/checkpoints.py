@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,23 @@ def find_latest(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{error}. {_choices(folder, without=name)}") from error
 
 
+def last_whole(folder: Path) -> tuple[Checkpoint | None, str | None]:
+    """What a run goes back to: the checkpoint that `latest` names, or if that is broken the newest whole one before it, and
+    what is wrong. None: no checkpoint was written yet. Raises CheckpointError if all are broken."""
+    name = _pointed(folder)
+    if name is None:
+        return None, None
+    try:
+        return find_latest(folder), None
+    except CheckpointError as error:
+        broken = error
+    for path in reversed(_complete(folder)):
+        if path.name < name:
+            with suppress(CheckpointError):
+                return load(path), str(broken)
+    raise broken
+
+
 def load(path: Path) -> Checkpoint:
     """The checkpoint in `path` after checking its meta data, and that every file is there in its full size."""
     meta = _read_meta(path / META)
@@ -150,6 +168,8 @@ def load(path: Path) -> Checkpoint:
     for key in _REQUIRED:
         if type(meta.get(key)) is not int or meta[key] < 0:
             raise CheckpointError(f"{path / META} is broken: {key} is {meta.get(key)!r}, expected a number >= 0")
+    if not isinstance(meta.get("files", {}), dict):
+        raise CheckpointError(f"{path / META} is broken: files is {meta['files']!r}, expected an object")
     for name, nbytes in meta.get("files", {}).items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{path / META} is broken: its file {name!r} is outside of the checkpoint")

@@ -5,46 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, overload
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from buffer.config import Resources, Strict
+from trainers.algorithms.config import (
+    Cispo,
+    ClippedPolicy,
+    Corrections,
+    Dapo,
+    DrGrpo,
+    GroupPolicy,
+    Grpo,
+    Gspo,
+    KlEstimator,
+    ReinforcePlusPlus,
+    Rloo,
+)
 
-
-class ImportanceSampling(Strict):
-    """Truncated importance sampling: weight = min(exp(proximal - behaviour), cap), per token."""
-
-    cap: float = Field(2.0, gt=0)
-
-
-class ClippedPolicy(Strict):
-    """What the policy losses with a clipped ratio have in common."""
-
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
-    normalise: Literal["sequence", "constant", "token"] = Field(
-        "token",
-        description="sequence: mean over a sample, then over samples (GRPO). constant: sum / max_tokens (Dr.GRPO). "
-        "token: mean over all tokens of the step (DAPO).",
-    )
-    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-    importance_sampling: ImportanceSampling | None = ImportanceSampling()
-    mask_truncated: bool = Field(False, description="Leave samples that hit max_tokens out of the loss.")
-
-
-class Grpo(ClippedPolicy):
-    """Group relative policy optimisation and its two best known variants."""
-
-    type: Literal["grpo"]
-    scale_rewards: bool = Field(
-        True, description="Divide advantages by the group's standard deviation (false: Dr.GRPO)."
-    )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of KL(policy, start weights) in the loss.")
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-
-    @property
-    def proportional_to_advantage(self) -> bool:
-        """Whether a token with advantage 0 has a gradient of exactly 0, so that it need not be computed."""
-        return self.kl_coef == 0 and self.entropy_coef == 0
+__all__ = ["ClippedPolicy", "Corrections", "Dapo", "GroupPolicy", "Grpo"]  # also to be had from here
 
 
 class Ppo(ClippedPolicy):
@@ -57,7 +35,7 @@ class Ppo(ClippedPolicy):
     kl_coef: float = Field(
         0.05, ge=0, description="Weight of KL(behaviour, reference) in the reward of each token; 0: no reference."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: KlEstimator = "k1"
     whiten_advantages: bool = Field(True, description="To mean 0 and deviation 1 over the valid tokens of a step.")
     bootstrap_truncated: bool = Field(
         False,
@@ -65,14 +43,61 @@ class Ppo(ClippedPolicy):
         "function has judged what is there.",
     )
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Whose columns the trainer reads."""
+        return ("rollout", "reward", "reference") if self.kl_coef > 0 else ("rollout", "reward")
+
+
+class Sft(Strict):
+    """Supervised fine-tuning: cross entropy over the tokens of completions that a dataset has."""
+
+    stages: ClassVar[tuple[str, ...]] = ("rollout",)
+    pairs: ClassVar[bool] = False
+
+    type: Literal["sft"]
+    normalise: Literal["token", "sequence"] = Field(
+        "token", description="token: mean over all tokens of the step. sequence: over a sample, then over samples."
+    )
+
+
+class Dpo(Strict):
+    """Direct preference optimisation, and the losses that differ from it in how a margin is judged."""
+
+    pairs: ClassVar[bool] = True
+
+    type: Literal["dpo"]
+    beta: float = Field(0.1, gt=0, description="How much a log-ratio to the reference counts: the reward's scale.")
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="sigmoid: how often the label of a pair is wrong.")
+    reference: Literal["start", "maker"] = Field(
+        "start", description="start: the ranks' own start weights. maker: the column of a group of `kind: reference`."
+    )
+
+    @model_validator(mode="after")
+    def _smoothing_is_read(self) -> Dpo:
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError(f"label_smoothing is read with `loss: sigmoid` only, not with `{self.loss}`")
+        return self
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return ("rollout", "reference") if self.reference == "maker" else ("rollout",)
+
 
 class DistillAlgorithm(ClippedPolicy):
     """What `distill` says, alone: needs no reward. The ratio's settings are read with `distill.advantage_alpha` only."""
+
+    stages: ClassVar[tuple[str, ...]] = ("rollout",)
 
     type: Literal["distill"]
 
 
 class CustomAlgorithm(Strict):
+    """An algorithm of one's own, with the advantages of GRPO."""
+
+    stages: ClassVar[tuple[str, ...]] = ("rollout", "reward")
+
     type: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     options: dict[str, Any] = {}
 
@@ -84,7 +109,15 @@ def _algorithm_tag(value: Any) -> str:
 
 AlgorithmConfig = Annotated[
     Annotated[Grpo, Tag("grpo")]
+    | Annotated[DrGrpo, Tag("dr_grpo")]
+    | Annotated[Dapo, Tag("dapo")]
+    | Annotated[Gspo, Tag("gspo")]
+    | Annotated[Cispo, Tag("cispo")]
+    | Annotated[Rloo, Tag("rloo")]
+    | Annotated[ReinforcePlusPlus, Tag("reinforce_plus_plus")]
     | Annotated[Ppo, Tag("ppo")]
+    | Annotated[Sft, Tag("sft")]
+    | Annotated[Dpo, Tag("dpo")]
     | Annotated[DistillAlgorithm, Tag("distill")]
     | Annotated[CustomAlgorithm, Tag("custom")],
     Discriminator(_algorithm_tag),
@@ -240,14 +273,7 @@ class TrainerConfig(RanksConfig):
     @property
     def stages(self) -> tuple[str, ...]:
         """Whose columns the trainer reads."""
-        penalised = isinstance(self.algorithm, Ppo) and self.algorithm.kl_coef > 0
-        needed = {
-            "rollout": True,
-            "reward": not isinstance(self.algorithm, DistillAlgorithm),
-            "reference": penalised,
-            "teacher": self.distill is not None,
-        }
-        return tuple(stage for stage, read in needed.items() if read)
+        return self.algorithm.stages if self.distill is None else (*self.algorithm.stages, "teacher")
 
 
 class CriticConfig(RanksConfig):
@@ -258,9 +284,9 @@ class CriticConfig(RanksConfig):
 
 
 class TrainersConfig(Strict):
-    """The trainers of a run: to be read by role, like a mapping."""
+    """The trainers of a run: to be read by role, like a mapping. Empty in a job (see `collect`)."""
 
-    policy: TrainerConfig
+    policy: TrainerConfig | None = Field(None, description="Needed, unless the run has `collect` in place of trainers.")
     critic: CriticConfig | None = Field(None, description="Needed by `ppo`, and by nothing else.")
 
     @overload
@@ -276,6 +302,7 @@ class TrainersConfig(Strict):
         yield from (role for role, _ in self.items())
 
     def items(self) -> Iterator[tuple[str, TrainerConfig | CriticConfig]]:
-        yield "policy", self.policy
+        if self.policy is not None:
+            yield "policy", self.policy
         if self.critic is not None:
             yield "critic", self.critic

@@ -59,7 +59,7 @@ def estimate(
     old, truncated = np.concatenate(values), np.concatenate(batch.truncated)
     valid = np.repeat(np.concatenate(masks), lengths)
     per_token = _per_token(batch, np.concatenate(rewards), offsets)
-    kl = _divergence(settings, batch) if settings.kl_coef > 0 else None
+    kl = np.concatenate(kl_to_reference(batch, settings.kl_estimator)) if settings.kl_coef > 0 else None
     if kl is not None:
         per_token -= settings.kl_coef * kl
     beyond = np.where(truncated & settings.bootstrap_truncated, old[offsets[1:] - 1], 0.0)
@@ -93,8 +93,8 @@ def _per_token(batch: Batch, rewards: np.ndarray, offsets: np.ndarray) -> np.nda
     return single + token_rewards(left, offsets)
 
 
-def _divergence(settings: Ppo, batch: Batch) -> np.ndarray:
-    """KL(behaviour, reference) by the estimator, float32 [T of all rows]."""
+def kl_to_reference(batch: Batch, estimator: str) -> list[np.ndarray]:
+    """KL(behaviour, reference) by the estimator, float32 [T] for each row. Raises ValueError with the row's id."""
     found = []
     for row, columns in zip(batch.rows, batch.columns, strict=True):
         behaviour = columns["rollout"]["behaviour_logprobs"]
@@ -103,5 +103,5 @@ def _divergence(settings: Ppo, batch: Batch) -> np.ndarray:
             raise ValueError(
                 f"row {row.row_id}: the reference has {reference.size} log-probs for {behaviour.size} response tokens"
             )
-        found.append(kl_per_token(behaviour, reference, settings.kl_estimator))
-    return np.concatenate(found)
+        found.append(kl_per_token(behaviour, reference, estimator))
+    return found

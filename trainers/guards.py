@@ -30,7 +30,8 @@ class MismatchExceeded(RuntimeError):
 
 
 def ages(rows: Sequence[SampledRow], version: int, bound: int) -> list[int]:
-    """Age of each row: `version`, the published one, minus the oldest version among the row's tokens.
+    """Age of each row: `version`, the published one, minus the oldest version among the row's tokens; 0 for a row that no
+    policy made (a dataset's).
 
     Raises StalenessExceeded for a row older than `bound`, or with tokens of a version that is not published yet, and
     ValueError for a row that does not say which versions made it.
@@ -38,6 +39,9 @@ def ages(rows: Sequence[SampledRow], version: int, bound: int) -> list[int]:
     found = []
     for row in rows:
         made = row.produced[ROLLOUT]
+        if made.min_version is None and made.max_version is None:
+            found.append(0)
+            continue
         if made.min_version is None or made.max_version is None:
             raise ValueError(f"row {row.row_id}: its rollout does not say which policy versions made its tokens")
         age = version - made.min_version

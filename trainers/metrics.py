@@ -36,7 +36,7 @@ FROM_RESULT = (
     "is/ess",
     "is/masked_frac",
 )
-OF_ALGORITHMS = ("distill/", "loss/")  # figures that only some algorithms have
+OF_ALGORITHMS = ("distill/", "loss/", "sft/", "dpo/")  # figures that only some algorithms have
 KNOBS = {
     "maker": "add rollout replicas (makers.*.replicas), give them more threads, or raise engine.max_num_seqs",
     "trainer": "give the trainer more threads (resources.cpus), or a larger backend.micro_batch_tokens",
@@ -169,7 +169,9 @@ def _versions(record: StepRecord) -> dict[str, Scalar]:
 
 def _rows(batch: Batch) -> dict[str, Scalar]:
     lengths = batch.lengths
+    refilled = {} if batch.replaced is None else {"reward/replaced": batch.replaced}
     return {
+        **refilled,
         "staleness/mean": float(np.mean(batch.ages)),
         "staleness/max": max(batch.ages),
         **_rewards(batch),

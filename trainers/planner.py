@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from buffer.records import SampledRow
-from trainers.algorithms.advantages import checked_rewards, group_advantages
+from trainers.algorithms.advantages import checked_rewards, estimator_of, has_signal
 from trainers.batch import Columns, RowShape, StepPlan, StepRows, plan_step
-from trainers.config import ClippedPolicy, DistillAlgorithm, Grpo, Ppo, TrainerConfig
+from trainers.config import ClippedPolicy, Dapo, DistillAlgorithm, Dpo, GroupPolicy, Ppo, Sft, TrainerConfig
 from trainers.distillation.columns import DEMONSTRATED, teacher_top
-from trainers.estimates import Estimates, estimate
+from trainers.estimates import Estimates, estimate, kl_to_reference
 
 LENGTH = 1  # finish reason of a sample that hit its token budget
 
@@ -27,6 +27,7 @@ class Batch:
     rows: Sequence[SampledRow]
     columns: Sequence[dict[str, Columns]]
     ages: Sequence[int]  # [rows] published versions behind
+    replaced: int | None = None  # rows without a signal that it got others for; None where none would be
 
     @property
     def row_ids(self) -> list[int]:
@@ -71,6 +72,18 @@ class StepPlanner:
             return [~truncated for truncated in batch.truncated]
         return [np.ones(truncated.shape, dtype=bool) for truncated in batch.truncated]
 
+    @property
+    def max_refills(self) -> int:
+        """How often the rows without a signal are replaced before a step."""
+        algorithm = self._config.algorithm
+        return algorithm.max_refills if isinstance(algorithm, Dapo) else 0
+
+    def without_signal(self, batch: Batch) -> list[int]:
+        """Row ids of groups whose rewards are all equal. Raises ValueError, with the row's id, for one that is not finite."""
+        masks = self.masks(batch)
+        rewards = [_of_row(batch, i, checked_rewards) for i in range(len(batch.rows))]
+        return [batch.row_ids[i] for i, values in enumerate(rewards) if not has_signal(values, masks[i])]
+
     def valid_tokens(self, batch: Batch) -> int:
         """Response tokens of the step that are not masked."""
         return int(batch.lengths[np.concatenate(self.masks(batch))].sum())
@@ -92,16 +105,9 @@ class StepPlanner:
         Raises ValueError, with the row's id, for a reward that is not finite.
         """
         algorithm, backend = self._config.algorithm, self._config.backend
-        grpo = algorithm if isinstance(algorithm, Grpo) else None
         masks = self.masks(batch)
-        if advantages is None and isinstance(algorithm, DistillAlgorithm):
-            advantages = [np.zeros(mask.size, np.float32) for mask in masks]
         if advantages is None:
-            scale = grpo is None or grpo.scale_rewards
-            advantages = [
-                _of_row(batch, i, lambda rewards, i=i: group_advantages(rewards, scale=scale, mask=masks[i]))
-                for i in range(len(batch.rows))
-            ]
+            advantages = self._advantages(batch, masks)
         plan = plan_step(
             step=step,
             version=version,
@@ -113,9 +119,40 @@ class StepPlanner:
             share_prompt=backend.share_prompt,
             data_parallel=backend.data_parallel,
             minibatches=self._config.minibatches,
-            skip_zero_advantage=grpo is not None and grpo.proportional_to_advantage and self._config.distill is None,
+            skip_zero_advantage=isinstance(algorithm, GroupPolicy)
+            and algorithm.proportional_to_advantage
+            and self._config.distill is None,
+            whole_rows=isinstance(algorithm, Dpo),
         )
+        if isinstance(algorithm, Dpo) and algorithm.reference == "maker":
+            return replace(plan, labels=reference_labels(batch))
         return plan if self._config.distill is None else replace(plan, labels=teachers_labels(batch))
+
+    def _advantages(self, batch: Batch, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Float32 [samples] for each row, by the algorithm's estimator."""
+        algorithm = self._config.algorithm
+        if isinstance(algorithm, DistillAlgorithm | Sft | Dpo):
+            return [np.zeros(mask.size, np.float32) for mask in masks]
+        rewards = [_of_row(batch, i, checked_rewards) for i in range(len(batch.rows))]
+        if isinstance(algorithm, GroupPolicy) and algorithm.penalises_rewards:
+            penalties = reference_penalties(batch, algorithm.kl_coef, algorithm.kl_estimator)
+            rewards = [values - penalty for values, penalty in zip(rewards, penalties, strict=True)]
+        lengths = [np.diff(columns["rollout"]["response_offsets"]) for columns in batch.columns]
+        return estimator_of(algorithm)(rewards, masks, lengths)
+
+
+def reference_penalties(batch: Batch, coef: float, estimator: str) -> list[np.ndarray]:
+    """Float64 [samples] for each row: coef times the sum over a sample of KL(behaviour, reference) by the estimator.
+
+    Raises ValueError, with the row's id, where a reference does not fit its row.
+    """
+    return [
+        coef * np.add.reduceat(np.append(kl, 0.0), offsets[:-1]) * (np.diff(offsets) > 0)
+        for kl, offsets in (
+            (kl, columns["rollout"]["response_offsets"])
+            for kl, columns in zip(kl_to_reference(batch, estimator), batch.columns, strict=True)
+        )
+    ]
 
 
 def teachers_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
@@ -132,6 +169,11 @@ def teachers_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
             raise ValueError(f"row {row.row_id}: {error}") from error
         found.append(np.full(tokens, row.produced["rollout"].min_version is None, dtype=np.float32))
     return {DEMONSTRATED: tuple(found)}
+
+
+def reference_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
+    """Labels of the plan: what a reference maker says of each token."""
+    return {"reference": tuple(columns["reference"]["reference_logprobs"] for columns in batch.columns)}
 
 
 def _of_row(batch: Batch, index: int, work: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -58,6 +58,13 @@ class Publisher(Protocol):
     async def publish(self, version: int) -> Any: ...
 
 
+class NumberOnly:
+    """A `Publisher` where nobody pulls weights: a version counts the steps for admission, and costs nothing."""
+
+    async def publish(self, version: int) -> None:
+        return
+
+
 class ValueModel(Protocol):
     """The critic as a policy's trainer sees it. `references` are those of the rollout columns, one for each row."""
 

@@ -199,7 +199,9 @@ class _Step:
                 None if reference is None else reference[number],
             )
             terms = self.algorithm(batch)
-            self._record(figures, terms, batch, batches[number])
+            self._record(figures, terms, batches[number])
+            if self.plan.version is not None and (index == 0 or proximal is not None):  # else of no version any more
+                self._compare(figures, batch.proximal, batches[number], self.plan.version)
             return terms.loss
 
         with self._clock("train"):
@@ -225,11 +227,9 @@ class _Step:
             | dict(zip((DIVERGENCE, OVERLAP), outputs[2:], strict=False)),
         )
 
-    def _record(self, figures: MetricSums, terms: LossTerms, batch: TokenBatch, packed: PackedBatch) -> None:
+    def _record(self, figures: MetricSums, terms: LossTerms, packed: PackedBatch) -> None:
         figures.add({"tokens": torch.tensor(packed.targets.size)}, {})
         figures.add_terms(terms)
-        if self.plan.version is not None:
-            self._compare(figures, batch.proximal, packed, self.plan.version)
 
     def _optimizer_step(self, index: int, figures: MetricSums) -> None:
         sums = self._add(figures)

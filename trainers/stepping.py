@@ -8,7 +8,7 @@ from typing import Any
 
 from trainers.algorithms.factory import build_loss
 from trainers.batch import Columns, StepPlan
-from trainers.config import CriticConfig, TrainerConfig
+from trainers.config import ClippedPolicy, CriticConfig, TrainerConfig
 from trainers.learner import RankValues, StepResult
 from trainers.step import Stepper
 from trainers.values import values_of
@@ -50,12 +50,17 @@ class SteppingLearner:
             self._config.optimizer,
             steps=self._steps,
             past_versions=self._past_versions,
-            proximal=self._proximal,
+            proximal=self._proximal and not _interpolates(self._config),
             failures_folder=self._failures_folder,
         )
 
     def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
         return self._stepper.run(plan, rollouts)
+
+
+def _interpolates(config: TrainerConfig | CriticConfig) -> bool:
+    algorithm = config.algorithm
+    return isinstance(algorithm, ClippedPolicy) and algorithm.corrections.proximal == "interpolated"
 
 
 class Valuing:

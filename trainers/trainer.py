@@ -20,7 +20,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from buffer.buffer import EndOfData
@@ -106,6 +106,7 @@ class Trainer:
         self._turns = turns
         self._clock = clock
         self._watch = Stopwatch(clock)
+        self._planner = planner
         self._training = BatchTraining(planner, ranks, critic, self._watch)
         self._skips = SkipCounter({"nonfinite": config.max_nonfinite_steps, "no_valid_token": config.max_empty_steps})
         self._gate = MismatchGate(config.mismatch)
@@ -231,6 +232,22 @@ class Trainer:
         return True
 
     async def _batch(self) -> Batch | None:
+        """What the next step trains on. Dynamic sampling: rows without a signal are dropped, others take their place.
+
+        The rows that are kept come again with the next sample, as the oldest. Nothing is published meanwhile, so none ages.
+        """
+        batch, refills, replaced = await self._sampled_batch(), self._planner.max_refills, 0
+        if not refills:
+            return batch
+        for _ in range(refills):
+            if batch is None or not (silent := self._planner.without_signal(batch)):
+                break
+            await self._within(self._deadlines.call, "rows.dropped", self._rows.dropped(silent, "no_signal"))
+            replaced += len(silent)
+            batch = await self._sampled_batch()
+        return None if batch is None else replace(batch, replaced=replaced)
+
+    async def _sampled_batch(self) -> Batch | None:
         """The next rows with their columns, ages checked; None when a stop came first, or columns were lost."""
         rows = await self._sample()
         if rows is None:

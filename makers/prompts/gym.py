@@ -12,7 +12,8 @@ from makers.prompts.rows import PromptsError
 
 
 class GymRows:
-    """`fields` holds the whole entry (question, answer, metadata), `dataset` (its name) and `dataset_config`.
+    """`fields` holds the whole entry (question, answer, metadata), `dataset` (its name), `dataset_config` and, with the setting,
+    `teacher_prompt`.
 
     The config travels along because the score of some datasets depends on it.
     """
@@ -34,6 +35,9 @@ class GymRows:
                 f"{type(error).__name__}: {error}"
             ) from error
         fields = {**entry, "dataset": name, "dataset_config": self._config.config}
+        if self._config.teacher_prompt is not None:
+            shown = self._config.teacher_prompt.replace("{answer}", str(entry["answer"]))
+            fields["teacher_prompt"] = shown.replace("{question}", entry["question"])
         return Prompt(id=f"{name}/{index}", content=entry["question"] + self._config.suffix, fields=fields)
 
 

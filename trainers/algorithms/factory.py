@@ -5,15 +5,21 @@ from __future__ import annotations
 import importlib
 
 from trainers.algorithms.base import Algorithm
+from trainers.algorithms.cispo import CispoLoss
+from trainers.algorithms.dpo import DpoLoss
 from trainers.algorithms.grpo import GrpoLoss
+from trainers.algorithms.gspo import GspoLoss
 from trainers.algorithms.ppo import ClippedLoss, ValueLoss
+from trainers.algorithms.sft import CrossEntropy
 from trainers.config import (
     ClippedPolicy,
     CriticConfig,
     CustomAlgorithm,
     DistillAlgorithm,
-    Grpo,
+    Dpo,
+    GroupPolicy,
     Ppo,
+    Sft,
     TrainerConfig,
     ValueRegression,
 )
@@ -35,14 +41,20 @@ def build_loss(config: TrainerConfig | CriticConfig) -> Algorithm:
     )
 
 
-def build_algorithm(config: Grpo | Ppo | DistillAlgorithm | ValueRegression | CustomAlgorithm) -> Algorithm:
+def build_algorithm(
+    config: GroupPolicy | Ppo | Sft | Dpo | DistillAlgorithm | ValueRegression | CustomAlgorithm,
+) -> Algorithm:
     """Raises ValueError when a dotted path leads nowhere or to something that is no algorithm."""
-    if isinstance(config, Grpo):
-        return GrpoLoss(config)
+    if isinstance(config, GroupPolicy):
+        return {"gspo": GspoLoss, "cispo": CispoLoss}.get(config.type, GrpoLoss)(config)
     if isinstance(config, Ppo | DistillAlgorithm):
         return ClippedLoss(config)
     if isinstance(config, ValueRegression):
         return ValueLoss(config)
+    if isinstance(config, Sft):
+        return CrossEntropy(config)
+    if isinstance(config, Dpo):
+        return DpoLoss(config)
     module, _, name = config.type.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)

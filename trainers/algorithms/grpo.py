@@ -1,7 +1,7 @@
-"""Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300) with the settings of its descendants.
+"""Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300), and those of its descendants that share its loss.
 
 The loss is PPO's with KL to the start weights in it. Asymmetric clipping and token normalisation are DAPO's (arXiv
-2503.14476), constant normalisation is Dr.GRPO's (arXiv 2503.20783).
+2503.14476), constant normalisation is Dr.GRPO's (arXiv 2503.20783). RLOO and REINFORCE++ differ in their advantages.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import Tensor
 from trainers.algorithms.base import TokenBatch
 from trainers.algorithms.gae import MAX_LOG_RATIO
 from trainers.algorithms.ppo import ClippedLoss
-from trainers.config import Grpo
+from trainers.config import GroupPolicy
 
 
 class GrpoLoss(ClippedLoss):
     """Per token: PPO's loss + kl_coef * KL."""
 
-    def __init__(self, config: Grpo) -> None:
+    def __init__(self, config: GroupPolicy) -> None:
         super().__init__(config)
         self.kl_coef, self.kl_estimator = config.kl_coef, config.kl_estimator
-        self.needs_reference = config.kl_coef > 0
+        self.needs_reference = config.penalises_loss
 
     def penalty(self, batch: TokenBatch) -> tuple[float, Tensor] | None:
-        if self.kl_coef == 0:
+        if not self.needs_reference:
             return None
         assert batch.reference is not None
         return self.kl_coef, kl_estimate(batch.current, batch.reference, self.kl_estimator)

@@ -1,7 +1,8 @@
 """From sums over tokens to the figures of one step. Sums add over micro-batches and ranks, so any split gives the same.
 
 Every sum is divided by the number of computed tokens (`tokens`), those named `mismatch/*` by the number of tokens that were
-compared with their maker at equal version (`mismatch/tokens`). Parts of the loss (`loss/*`) are no means: they stay sums.
+compared with their maker at equal version (`mismatch/tokens`), those named `dpo/*` by the number of pairs (`dpo/pairs`).
+Parts of the loss (`loss/*`) are no means: they stay sums.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def mismatch(proximal: Tensor, behaviour: Tensor, at_version: Tensor) -> tuple[d
 
 def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """Metrics of a step from its sums over all ranks. Names without any token to measure are left out."""
-    counts = {"mismatch": sums.get("mismatch/tokens", 0.0)}
+    counts = {"mismatch": sums.get("mismatch/tokens", 0.0), "dpo": sums.get("dpo/pairs", 0.0)}
     metrics: dict[str, float] = {"mismatch/tokens": counts["mismatch"]}
     for name, value in sums.items():
         count = counts.get(name.split("/")[0], sums.get("tokens", 0.0))
         if name.startswith("loss/"):
             metrics[name] = value
-        elif name not in ("loss", "tokens", "mismatch/tokens") and count > 0:
+        elif name not in ("loss", "tokens", "mismatch/tokens", "dpo/pairs") and count > 0:
             metrics[name] = value / count
     measured, overlap = metrics.pop("topk_overlap/tokens", 0.0), metrics.pop("topk_overlap/sum", 0.0)
     if measured > 0:

@@ -1,7 +1,7 @@
 """The clipped losses of proximal policy optimisation (arXiv 1707.06347): of the policy, and of the value model.
 
 The correction for stale samples is decoupled (arXiv 2205.00035): the clipped ratio is between current and proximal
-policy, and a truncated importance weight (arXiv 1802.01561) leads from the behaviour to the proximal one.
+policy, and an importance weight leads from the behaviour to the proximal one.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from trainers.algorithms.base import LossTerms, TokenBatch, token_weights
-from trainers.algorithms.gae import MAX_LOG_RATIO, RETURNS, VALUES
+from trainers.algorithms.corrections import correction, log_ratio, proximal_of
+from trainers.algorithms.gae import RETURNS, VALUES
 from trainers.config import ClippedPolicy, ValueRegression
 
 
 class ClippedLoss:
     """Per token: -w * min(r * A, clip(r, 1 - low, 1 + high) * A) - entropy_coef * H.
 
-    r = exp(current - proximal), w = min(exp(proximal - behaviour), cap), constant in the gradient; w = 1 without
-    importance sampling.
+    r = exp(current - proximal); w, constant in the gradient, is what `trainers.algorithms.corrections` makes of
+    exp(proximal - behaviour), by default its truncation.
     """
 
     needs_reference = False
@@ -29,22 +30,16 @@ class ClippedLoss:
 
     def __call__(self, batch: TokenBatch) -> LossTerms:
         config = self.config
-        stale = ratio(batch.proximal, batch.behaviour)
-        correction = config.importance_sampling
-        weight = torch.ones_like(stale) if correction is None else stale.clamp(max=correction.cap)
-        policy, clipped_low, clipped_high = clipped_policy_loss(
-            ratio(batch.current, batch.proximal), batch.advantages, config.clip_low, config.clip_high
-        )
+        proximal = proximal_of(batch, config.corrections)
+        weight, figures, maxima = correction(batch, proximal, config.corrections)
+        policy, clipped_low, clipped_high = self.policy_loss(batch, proximal)
         per_token = weight * policy
         sums = {
             "clip_frac/low": clipped_low.float().sum(),
             "clip_frac/high": clipped_high.float().sum(),
             "entropy": batch.entropy.detach().sum(),
-            "is/mean": stale.sum(),
-            "is/square": stale.square().sum(),
+            **figures,
         }
-        if correction is not None:
-            sums["is/masked_frac"] = (stale > correction.cap).float().sum()
         if (penalty := self.penalty(batch)) is not None:
             coefficient, divergence = penalty
             per_token = per_token + coefficient * divergence
@@ -52,7 +47,12 @@ class ClippedLoss:
         if self.entropy_gradient:
             per_token = per_token - config.entropy_coef * batch.entropy
         loss = (per_token * token_weights(batch, config.normalise)).sum()
-        return LossTerms(loss, sums, {"is/max": stale.max()} if stale.numel() else {})
+        return LossTerms(loss, sums, maxima)
+
+    def policy_loss(self, batch: TokenBatch, proximal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Per token [tokens], and where the lower and the upper clip took the gradient."""
+        ratios = log_ratio(batch.current, proximal, batch, "token").exp()
+        return clipped_policy_loss(ratios, batch.advantages, self.config.clip_low, self.config.clip_high)
 
     def penalty(self, batch: TokenBatch) -> tuple[float, Tensor] | None:
         """Weight and KL [tokens] of a penalty in the loss; PPO has its penalty in the reward."""
@@ -82,11 +82,6 @@ class ValueLoss:
             error = torch.maximum(error, limited)
         loss = 0.5 * (error * token_weights(batch, "token")).sum()
         return LossTerms(loss, {"value/clip_frac": clipped.float().sum()}, {})
-
-
-def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """exp of a difference of log-probs [tokens], bounded so that it stays finite."""
-    return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_policy_loss(ratios: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -118,6 +118,12 @@ def test_a_reasoning_gym_prompt_carries_all_that_its_scorer_needs():
     assert prompt.fields["dataset_config"]["max_terms"] == 2
 
 
+def test_a_reasoning_gym_prompt_may_show_its_answer_to_the_teacher_alone():
+    prompt = open_prompts(gym(teacher_prompt="{question} (Answer: {answer})")).next()
+    assert prompt.content == prompt.fields["question"]
+    assert prompt.fields["teacher_prompt"] == prompt.fields["question"] + " (Answer: 3)"
+
+
 def test_reasoning_gym_is_described_before_it_is_opened():
     summary = check_prompts(gym(size=300))
     assert summary.rows == 300

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.command_line import TINY
-from topology.changes import grown, newcomers, shrunk
+from topology.changes import grown, newcomers, shrunk, were_joining
 from topology.config import ConfigError, RunConfig, load_config
 
 
@@ -13,21 +13,38 @@ def config(*overrides: str) -> RunConfig:
     return load_config(TINY, overrides)
 
 
+PRESENT = ("buffer", "maker/rollout/0", "maker/reward/0")
+
+
 def test_a_group_that_grows_takes_the_lowest_numbers_that_are_free() -> None:
-    before = config("makers.rollout.replicas=2")
-    after = grown(before, "rollout", None, 2)
+    present = ["maker/rollout/1", "maker/rollout/3", "maker/reward/0"]
+    after = grown(config("makers.rollout.replicas=2"), "rollout", None, 2, present)
     assert after.makers["rollout"].replicas == 4
-    assert newcomers(before, after, "rollout", ["maker/rollout/1", "maker/rollout/3", "maker/reward/0"]) == [
-        "maker/rollout/0",
-        "maker/rollout/2",
-    ]
+    assert newcomers(after, "rollout", present) == ["maker/rollout/0", "maker/rollout/2"]
+
+
+def test_a_group_whose_last_maker_left_has_one_when_one_is_attached() -> None:
+    present = ["maker/rollout/0"]
+    after = grown(shrunk(config(), "maker/reward/0"), "reward", None, 1, present)
+    assert after.makers["reward"].replicas == 1
+    assert newcomers(after, "reward", present) == ["maker/reward/0"]
+
+
+def test_only_makers_beyond_those_of_the_config_can_have_been_joining() -> None:
+    rows = [{"name": "maker/rollout/0", "joining": False}, {"name": "maker/rollout/1", "joining": True}]
+    there = ["buffer", "maker/reward/0", "maker/rollout/0", "maker/rollout/1", "maker/rollout/2"]
+    assert were_joining(config(), there, rows) == ["maker/rollout/1", "maker/rollout/2"]
+    # The config was written, the status is from before: it has joined.
+    assert were_joining(config("makers.rollout.replicas=2"), there[:-1], rows) == []
+    # One of the others is dead and will come back: the newcomer does not take its place.
+    assert were_joining(config(), ["maker/rollout/1"], rows) == ["maker/rollout/1"]
 
 
 def test_a_new_group_has_the_settings_of_its_section_and_changes_nothing_else() -> None:
     before = config()
     section = {"kind": "rollout", "replicas": 2, "sampling": {"n": 4, "max_tokens": 3}}
-    after = grown(before, "short", section, 1)
-    assert newcomers(before, after, "short", ["maker/rollout/0"]) == ["maker/short/0", "maker/short/1"]
+    after = grown(before, "short", section, 1, PRESENT)
+    assert newcomers(after, "short", PRESENT) == ["maker/short/0", "maker/short/1"]
     assert {name: maker for name, maker in after.makers.items() if name != "short"} == before.makers
     assert after.model_copy(update={"makers": before.makers}) == before
 
@@ -54,11 +71,11 @@ def test_what_cannot_join_is_refused_with_the_reason(
     overrides: tuple[str, ...], group: str, section: dict[str, object] | None, replicas: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        grown(config(*overrides), group, section, replicas)
+        grown(config(*overrides), group, section, replicas, PRESENT)
 
 
 def test_a_maker_that_leaves_is_missing_from_its_group_and_a_last_one_takes_the_group_along() -> None:
-    before = grown(config("makers.rollout.replicas=2"), "short", {"kind": "rollout", "sampling": {"n": 4}}, 1)
+    before = grown(config("makers.rollout.replicas=2"), "short", {"kind": "rollout", "sampling": {"n": 4}}, 1, PRESENT)
     assert shrunk(before, "maker/rollout/0").makers["rollout"].replicas == 1
     assert list(shrunk(before, "maker/short/0").makers) == ["rollout", "reward"]
 

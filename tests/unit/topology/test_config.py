@@ -55,6 +55,14 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path) -> Non
             "makers.rollout.engine.data_parallel=2",
             "makers.rollout.engine.data_parallel: not offered: data parallelism is several makers, raise `replicas`",
         ),
+        (
+            "makers.rollout.sampling.top_p=0.9",
+            "makers.rollout.sampling.top_p: not offered: it takes tokens out of the distribution that is sampled from",
+        ),
+        (
+            "trainers.policy.algorithm.epsilon=0.2",
+            "trainers.policy.algorithm.epsilon: unknown key: it is called `clip_low` here",
+        ),
         ("makers={}", "makers: Dictionary should have at least 1 item"),
     ],
 )
@@ -153,3 +161,13 @@ def test_the_topology_that_the_readme_explains_loads() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
     whole = [data for block in blocks if "name" in (data := yaml.safe_load(block))]
     assert [parse_config(data, "README.md").name for data in whole] == ["arithmetic-2m1t"]
+
+
+def test_a_run_has_trainers_or_collects_and_not_both() -> None:
+    run = yaml.safe_load(DEMO.read_text())
+    job = {key: value for key, value in run.items() if key != "trainers"}
+    with pytest.raises(ConfigError, match=r"trainers\.policy: missing: nobody takes the rows; or give `collect`"):
+        parse_config(job)
+    with pytest.raises(ConfigError, match="trainers, collect: give one of the two"):
+        parse_config({**run, "collect": {}})
+    assert parse_config({**job, "collect": {}}).collect is not None

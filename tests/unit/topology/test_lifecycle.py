@@ -87,6 +87,14 @@ def test_the_death_of_an_actor_that_is_drained_is_its_end_and_no_failure() -> No
     assert (actor.state, actor.cause, list(actor.deaths)) == ("retired", None, [])
 
 
+def test_an_actor_whose_restart_failed_may_be_made_anew_once_more() -> None:
+    life = Lifecycle(restarts=3, window=60.0)
+    life.died("killed")
+    life.restart()
+    life.restart()
+    assert life.state == "restarting"
+
+
 def test_one_death_told_twice_is_an_error_of_the_watcher() -> None:
     actor = healthy(Clock())
     actor.died("killed")

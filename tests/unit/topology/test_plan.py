@@ -97,6 +97,7 @@ def test_the_plan_states_the_worst_case_staleness(overrides: tuple[str, ...], st
         (("makers.rollout.sampling.max_tokens=256",), "256 leaves no room for a prompt in engine.max_model_len 256"),
         (("makers.rollout.engine.max_model_len=10000",), "10000 is more than the model's 8192 positions"),
         (("makers.rollout.sampling.n=80",), "one group of 80 samples does not fit engine.max_num_seqs 64"),
+        (("makers.rollout.sampling.n=1",), "sampling.n: 1, but trainers.policy.algorithm `grpo` compares the samples"),
         (("makers.rollout.sampling.temperature=0",), "temperature 0 gives 8 equal samples"),
         (("buffer.window=3",), "buffer.window: 3 is read only with `order: window`"),
         (
@@ -541,3 +542,22 @@ def test_a_reward_model_fills_a_stage_of_its_own_between_the_rollout_and_the_rew
 def test_a_reward_model_that_cannot_work_is_refused(overrides: tuple[str, ...], own: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(demo(*overrides), SMOL, ROOMY, own)
+
+
+def test_sft_and_dpo_need_rows_of_a_dataset_and_nothing_else() -> None:
+    plan = make_plan(load_config("configs/sft-tiny.yaml"), replace(SMOL, max_positions=2048), ROOMY)
+    assert plan.arithmetic["samples per step"] == "16 groups x 1 samples = 16"
+    assert not any("weights" in edge for edge in plan.edges), "nobody pulls any"
+    for settings, said in (
+        (["makers.dataset={kind: dataset, chosen: a, rejected: b}"], "`sft` learns from completions, not from pairs"),
+        (["trainers.policy.algorithm={type: dpo}"], "`dpo` learns from pairs"),
+        (
+            ["makers={reward: {kind: reward, functions: [{name: exact_match}]}}"],
+            "`sft` learns from a dataset: add a group",
+        ),
+        (["makers.rollout={kind: rollout}"], "`sft` learns from datasets alone"),
+        (["trainers.policy.algorithm={type: grpo}"], "`grpo` needs rows that its policy sampled"),
+        (["makers.more={kind: dataset, completion: question}"], "has other columns or max_tokens than makers.dataset"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_plan(load_config("configs/sft-tiny.yaml", settings), SMOL, ROOMY)

@@ -68,6 +68,24 @@ def test_a_process_id_that_was_used_again_does_not_count_as_alive() -> None:
     assert not process_alive(os.getpid(), psutil.Process().create_time() - 1000)
 
 
+def test_two_processes_cannot_resume_a_run_at_once(tmp_path: Path) -> None:
+    with (
+        RunFolder(tmp_path).being_resumed(),
+        pytest.raises(ConfigError, match="is being resumed by another process"),
+        RunFolder(tmp_path).being_resumed(),
+    ):
+        pass
+    with RunFolder(tmp_path).being_resumed():  # the first is through
+        pass
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"running"'])
+def test_a_broken_status_is_told_with_its_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(RunError, match=r"status\.json is broken"):
+        RunFolder(tmp_path).status()
+
+
 def test_a_half_written_last_line_of_metrics_is_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')

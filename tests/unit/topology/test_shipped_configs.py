@@ -17,7 +17,14 @@ from topology.roles import model_of
 LAPTOP = Capacity("this machine", (Node("laptop", cpus=float("inf"), gpus=0, memory_gib=16),))
 ONE_NODE = Capacity("this machine", (Node("a", cpus=64, gpus=8, memory_gib=512),))
 TWO_NODES = Capacity("the cluster at head:6379", tuple(Node(name, 64, 8, 1024) for name in ("a", "b")))
-ON_GPUS = {"separate": ONE_NODE, "8m1t-two-nodes": TWO_NODES, "tp-pp-two-nodes": TWO_NODES}
+ON_GPUS = {
+    "gkd-colocated": ONE_NODE,
+    "gkd-teacher-group": ONE_NODE,
+    "gkd-separate": ONE_NODE,
+    "separate": ONE_NODE,
+    "8m1t-two-nodes": TWO_NODES,
+    "tp-pp-two-nodes": TWO_NODES,
+}
 
 
 def model(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, parameters: float) -> ModelInfo:
@@ -42,6 +49,7 @@ MODELS = {  # what their config.json says
     "tiny-llama-reward": replace(
         model(2, 128, 256, 4, 2, 4e5), architectures=("LlamaForSequenceClassification",), labels=1
     ),
+    "smollm2-135m-instruct-first-24": model(24, 576, 1536, 9, 3, 1.13e8),
     "smollm2-135m-instruct": model(30, 576, 1536, 9, 3, 1.35e8),
     "/models/Qwen3-4B": model(36, 2560, 9728, 32, 8, 4.0e9),
     "/models/Qwen3-8B": model(36, 4096, 12288, 32, 8, 8.2e9),
@@ -51,7 +59,7 @@ MODELS = {  # what their config.json says
 
 def plan_of(name: str) -> Plan:
     config = load_config(f"configs/{name}.yaml")
-    own = {group: MODELS[model.path] for group, maker in config.makers.items() if (model := model_of(maker))}
+    own = {group: MODELS[own.path] for group, maker in config.makers.items() if (own := model_of(maker)) is not None}
     return make_plan(config, MODELS[config.model.path], ON_GPUS.get(name, LAPTOP), own)
 
 

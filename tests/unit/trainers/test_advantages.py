@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.algorithms.advantages import group_advantages
+from trainers.algorithms.advantages import (
+    checked_rewards,
+    group_relative,
+)
+
+
+def group_advantages(rewards, *, scale, mask=None):
+    values = checked_rewards(rewards)
+    kept = np.ones(values.shape, bool) if mask is None else mask
+    return group_relative([values], [kept], [np.ones(values.size)], scale="group" if scale else "none")[0]
 
 
 def test_rewards_are_centred_and_divided_by_the_sample_deviation():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainers import checkpoints
-from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError, Writer, find_latest
+from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError, Writer, find_latest, last_whole
 
 
 def save(folder: Path, step: int, keep: int = 3, writer: Writer | None = None) -> Checkpoint:
@@ -37,6 +37,22 @@ def test_saved_checkpoint_is_found_with_its_numbers(tmp_path: Path) -> None:
     assert (found.step, found.version) == (10, 5)
     assert found.meta["files"] == {"trainer/model.bin": 18}
     assert find_latest(tmp_path) == found  # the run folder will do
+
+
+def test_a_run_goes_back_to_the_newest_whole_checkpoint_and_says_what_is_wrong_with_a_newer_one(tmp_path: Path) -> None:
+    assert last_whole(tmp_path) == (None, None)  # none was written yet
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    (tmp_path / "latest").write_text("step-000020\n")  # the run has gone back from step 30
+    assert last_whole(tmp_path) == (find_latest(tmp_path), None)
+    (tmp_path / "step-000020" / "trainer" / "model.bin").write_text("half")
+    whole, why = last_whole(tmp_path)
+    assert whole is not None
+    assert whole.step == 10
+    assert "step-000020 is broken: trainer/model.bin has 4 bytes, 18 bytes were written" in str(why)
+    (tmp_path / "step-000010" / "trainer" / "model.bin").unlink()
+    with pytest.raises(CheckpointError, match="step-000020 is broken"):
+        last_whole(tmp_path)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_clip_is_pessimistic_on_both_sides():
 def test_importance_weights_are_cut_at_the_cap_and_carry_no_gradient():
     tokens = batch([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], stale=[0.5, 1.0, 8.0])
 
-    terms = grpo(importance_sampling={"cap": 2.0})(tokens)
+    terms = grpo(corrections={"truncate": {"cap": 2.0}})(tokens)
     terms.loss.backward()
 
     assert float(terms.loss.detach()) == pytest.approx(-(0.5 + 1.0 + 2.0) / 3)
@@ -66,7 +66,9 @@ def test_importance_weights_are_cut_at_the_cap_and_carry_no_gradient():
 
 
 def test_without_importance_sampling_stale_tokens_count_fully():
-    assert float(grpo(importance_sampling=None)(batch([1.0], [1.0], stale=[8.0])).loss.detach()) == pytest.approx(-1)
+    assert float(grpo(corrections={"truncate": None})(batch([1.0], [1.0], stale=[8.0])).loss.detach()) == pytest.approx(
+        -1
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,9 @@ def test_figures_of_a_critic_have_their_values_and_are_there_only_with_one() -> 
 def test_object_is_flat_has_fewer_than_60_keys_and_each_is_documented() -> None:
     found = MetricsBuilder().build(ppo_record())
     assert len(found) < 60
-    found |= MetricsBuilder().build(record())
+    plain = record()
+    found |= MetricsBuilder().build(replace(plain, batch=replace(plain.batch, replaced=2)))
+    assert found["reward/replaced"] == 2
     assert all(isinstance(value, int | float | str | None) for value in found.values())
     text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     table = text[: text.index("## bound_by")]

@@ -14,7 +14,7 @@ from buffer.files import read_cut
 from buffer.records import ColumnsLost, Prompt
 from tests.fakes_trainer import FakeClock, FakeRank, FakeRecorder, FakeRows, FakeWeights, make_row
 from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError, find_latest
-from trainers.config import Grpo, Optimizer, TorchBackend, TrainerConfig
+from trainers.config import Dapo, Grpo, Optimizer, TorchBackend, TrainerConfig
 from trainers.guards import MismatchExceeded, SkippedTooOften, StalenessExceeded
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
@@ -135,6 +135,32 @@ def test_start_version_is_published_before_rows_are_sampled_and_each_step_goes_s
     ]
     assert [row["step"] for row in bench.recorder.objects] == [1, 2]
     assert bench.recorder.closed
+
+
+def dynamic(max_refills: int) -> TrainerConfig:
+    return config(algorithm=Dapo(type="dapo", max_refills=max_refills), steps=1)
+
+
+def test_groups_without_a_signal_are_dropped_and_replaced_before_a_step(tmp_path: Path) -> None:
+    silent = [make_row(1, rewards=(1.0, 1.0)), make_row(2, rewards=(0.0, 0.0))]
+    batches = [[make_row(0), silent[0]], [make_row(0), silent[1]], [make_row(0), make_row(3)]]
+    bench = Bench(tmp_path, batches=batches, config=dynamic(5))
+
+    assert bench.run() == "done"
+
+    told = bench.calls("sample", "dropped", "trained")
+    assert told[:4] == [("sample", 2), ("dropped", (1,), "no_signal"), ("sample", 2), ("dropped", (2,), "no_signal")]
+    assert told[4:] == [("sample", 2), ("trained", (0, 3), 1)]
+    assert bench.recorder.objects[0]["reward/replaced"] == 2
+
+
+def test_refills_end_at_their_bound_and_the_step_is_trained_as_it_is(tmp_path: Path) -> None:
+    batches = [[make_row(0), make_row(i, rewards=(1.0, 1.0))] for i in (1, 2)]
+    bench = Bench(tmp_path, batches=batches, config=dynamic(1))
+
+    assert bench.run() == "done"
+
+    assert bench.calls("dropped", "trained") == [("dropped", (1,), "no_signal"), ("trained", (0, 2), 1)]
 
 
 def test_rows_whose_columns_are_lost_are_told_and_other_rows_asked_for(tmp_path: Path) -> None:

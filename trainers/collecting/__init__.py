@@ -1,0 +1,1 @@
+"""What takes the trainers' place in a run without any: complete rows are selected and written to files."""
