@@ -490,15 +490,20 @@ class RankActor(Shell):
         self.started = True
 
     def _start(self, rendezvous: Rendezvous, restore: str | None) -> None:
+        from topology.models import resolve_model
         from topology.plan import past_versions
         from topology.roles import POLICY, role_of
+        from trainers.config import TrainerConfig
         from trainers.rank import TrainerRank
 
         RunFolder(Path(self.identity.folder)).require_here()
         role = role_of(self.identity.name)
         failures = Path(self.identity.folder) / "failures"
+        config = self.config.trainers[role]
+        if isinstance(config, TrainerConfig) and config.teacher is not None:
+            config = config.with_teacher_from(str(resolve_model(config.teacher.model)))
         self._rank = TrainerRank(
-            self.config.trainers[role],
+            config,
             model_path=self.identity.model_path,
             rendezvous=rendezvous,
             bucket_bytes=self.config.weights.bucket_bytes,

@@ -72,11 +72,19 @@ def _check_distill(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         return
     if not (distill.coef or distill.sft_alpha or distill.advantage_alpha):
         yield "trainers.policy.distill: coef, sft_alpha and advantage_alpha are all 0, so nothing is learnt from a teacher"
+    if distill.teacher is None and distill.temperature != 1.0:
+        yield (
+            f"trainers.policy.distill.temperature: {distill.temperature:g}, but the log-probs of a group of `kind: teacher` are "
+            "at temperature 1: use 1, or a teacher on the ranks (distill.teacher)"
+        )
     for group, maker in config.makers.items():
-        if distill.advantage_alpha and isinstance(maker, RolloutMaker) and maker.sampling.temperature != 1.0:
+        if not (distill.advantage_alpha and isinstance(maker, RolloutMaker)):
+            continue
+        if maker.sampling.temperature != distill.temperature:
             yield (
                 f"makers.{group}.sampling.temperature: {maker.sampling.temperature:g}, but trainers.policy.distill."
-                "advantage_alpha compares the student with a teacher's log-probs at temperature 1: sample at 1, or set it to 0"
+                f"advantage_alpha compares the student's log-probs with a teacher's at distill.temperature "
+                f"{distill.temperature:g}: give both the same, or set advantage_alpha to 0"
             )
 
 
@@ -86,14 +94,7 @@ def _check_parallel(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         backend = trainer.backend
         if not isinstance(backend, MegatronBackend):
             continue
-        for reason in unsupported(
-            backend,
-            layers=model.layers,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            intermediate=model.expert_intermediate or model.intermediate,
-            experts=model.experts,
-        ):
+        for reason in _unsplittable(backend, model):
             yield f"trainers.{role}.backend.{reason}"
 
 
@@ -139,8 +140,9 @@ def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         if not datasets:
             columns = "chosen: COLUMN, rejected: COLUMN" if algorithm.pairs else "completion: COLUMN"
             yield f"{key}: `{algorithm.type}` learns from a dataset: add a group {{kind: dataset, {columns}}} to makers"
-        if config.evaluation is not None:
-            yield f"evaluation: samples rollouts, but `{algorithm.type}` has no group that makes any: remove it"
+        if config.evaluation is not None and (config.evaluation.by == "makers" or algorithm.pairs):
+            remedy = "remove it" if algorithm.pairs else "use `by: ranks`, the loss of held-out rows"
+            yield f"evaluation: samples rollouts, but `{algorithm.type}` has no group that makes any: {remedy}"
         if makers_that_pull(config):
             yield f"{key}: `{algorithm.type}` learns from datasets alone: remove the groups of `kind: rollout`"
         for group, maker in datasets.items():
@@ -148,7 +150,9 @@ def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 yield f"makers.{group}: `dpo` learns from pairs: name the columns `chosen` and `rejected`"
             if not algorithm.pairs and maker.samples != 1:
                 yield f"makers.{group}: `sft` learns from completions, not from pairs: name the column `completion`, or use `dpo`"
-    elif datasets and not isinstance(algorithm, CustomAlgorithm):
+    elif config.evaluation is not None and config.evaluation.by == "ranks":
+        yield f"evaluation.by: ranks score rows of a dataset with `sft` only, but {key} is `{algorithm.type}`: use `makers`"
+    if datasets and not isinstance(algorithm, Sft | Dpo | CustomAlgorithm):
         yield (
             f"makers.{next(iter(datasets))}: `{algorithm.type}` needs rows that its policy sampled: use `sft` or `dpo`, or a "
             "group of `kind: rollout`"
@@ -319,6 +323,42 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
                     f"makers.{group}.model.path: has {own.max_positions} positions, but rows of makers.{rollout} may have "
                     f"{maker.engine.max_model_len} tokens (engine.max_model_len): lower that, or use a model with more"
                 )
+
+
+def check_teacher_of_ranks(config: RunConfig, model: ModelInfo, teacher: ModelInfo | None) -> Iterator[str]:
+    """A teacher on the ranks is compared with the policy logit by logit, and split as it is."""
+    policy, key = config.trainers.policy, "trainers.policy.distill.teacher"
+    if policy is None or policy.teacher is None or teacher is None:
+        return
+    if teacher.vocab != model.vocab:
+        yield (
+            f"{key}.model: a vocabulary of {teacher.vocab} tokens, the policy's has {model.vocab}: logits are compared one by "
+            "one; use a model with as many, or a group of `kind: teacher`"
+        )
+    if policy.teacher.top_k is not None and policy.teacher.top_k > model.vocab:
+        yield f"{key}.top_k: {policy.teacher.top_k} of a vocabulary of {model.vocab} tokens: use at most that, or null for all"
+    for group, maker in config.makers.items():
+        if isinstance(maker, RolloutMaker) and 0 < teacher.max_positions < maker.engine.max_model_len:
+            yield (
+                f"{key}.model: has {teacher.max_positions} positions, but rows of makers.{group} may have "
+                f"{maker.engine.max_model_len} tokens (engine.max_model_len): lower that, or use a model with more"
+            )
+    if isinstance(policy.backend, MegatronBackend):
+        if teacher.family not in SUPPORTED_FAMILIES:
+            yield f"{key}.model: family `{teacher.family}` is not supported; supported: {', '.join(SUPPORTED_FAMILIES)}"
+        for reason in _unsplittable(policy.backend, teacher):
+            yield f"{key}.model: it is split as the policy is, but trainers.policy.backend.{reason}"
+
+
+def _unsplittable(backend: MegatronBackend, model: ModelInfo) -> list[str]:
+    return unsupported(
+        backend,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        intermediate=model.expert_intermediate or model.intermediate,
+        experts=model.experts,
+    )
 
 
 Check = Callable[[RunConfig, ModelInfo], Iterator[str]]

@@ -31,8 +31,12 @@ class ConfigError(Exception):
 
 
 class EvaluationConfig(Strict):
-    """Held-out prompts, sampled by the same makers; nobody trains on them."""
+    """Held-out prompts, sampled by the same makers (or scored by the ranks); nobody trains on them."""
 
+    by: Literal["makers", "ranks"] = Field(
+        "makers",
+        description="makers: rollouts are sampled and scored. ranks: the trainer's loss of held-out rows of the dataset (`sft`).",
+    )
     prompts: PromptsConfig
     size: int = Field(128, ge=1, description="Prompts taken from the start of the source.")
     samples: int = Field(4, ge=1, description="Samples of one prompt.")

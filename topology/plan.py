@@ -22,7 +22,7 @@ from makers.config import (
 )
 from topology.bundles import Bundle, BundleGroup, bundle_groups, makers_in_turns, total, trainers_in_turns
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
-from topology.checks import check_own_models, checks_of
+from topology.checks import check_own_models, check_teacher_of_ranks, checks_of
 from topology.config import ConfigError, RunConfig
 from topology.consumer import COLLECTOR, pace_of
 from topology.models import ModelInfo
@@ -79,13 +79,19 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, model: ModelInfo, capacity: Capacity, own_models: Mapping[str, ModelInfo] = NO_MODELS
+    config: RunConfig,
+    model: ModelInfo,
+    capacity: Capacity,
+    own_models: Mapping[str, ModelInfo] = NO_MODELS,
+    teacher: ModelInfo | None = None,
 ) -> Plan:
-    """Raises ConfigError that lists every problem. `own_models`: by group, of makers with a model of their own."""
+    """Raises ConfigError that lists every problem. `own_models`: by group, of makers with a model of their own; `teacher`:
+    that of the policy's ranks."""
     problems = [problem for check in checks_of(config) for problem in check(config, model)]
     problems += check_own_models(config, own_models)
+    problems += check_teacher_of_ranks(config, model, teacher)
     if not problems:
-        plan = _build(config, model, own_models)
+        plan = _build(config, model, own_models, teacher)
         nodes, problems = lay_out(config, plan.actors, plan.groups, capacity)
         if not problems:
             return replace(plan, nodes=nodes, warnings=(*plan.warnings, *_idle_gpus(plan, capacity)))
@@ -96,7 +102,7 @@ def make_plan(
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelInfo]) -> Plan:
+def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelInfo], teacher: ModelInfo | None) -> Plan:
     service = Resources(cpus=0)
     actors = [
         PlannedActor("supervisor", "supervisor", service, RUNTIME_GIB["service"]),
@@ -111,6 +117,8 @@ def _build(config: RunConfig, model: ModelInfo, own_models: Mapping[str, ModelIn
         actors.append(PlannedActor(f"trainer/{role}", kind, service, RUNTIME_GIB["service"]))
         for index, name in enumerate(rank_names(role, trainer)):
             memory = _rank_memory(config, role, model, index)
+            if role == POLICY and teacher is not None:
+                memory = _with_teacher(config, teacher, *memory)
             actors.append(PlannedActor(name, "rank", trainer.resources, *memory))
     for group, maker in config.makers.items():
         memory = _maker_memory(maker, own_models.get(group, model))
@@ -233,6 +241,18 @@ def _rank_memory(config: RunConfig, role: str, model: ModelInfo, index: int) -> 
     if not trainer.resources.gpus:
         return host + states + activations, 0.0
     return host + (states if role in trainers_in_turns(config) else 0.0), states + activations
+
+
+def _with_teacher(config: RunConfig, teacher: ModelInfo, host: float, gpu: float) -> tuple[float, float]:
+    """A rank's GiB with its part of a frozen teacher, which is on its device, and with `offload` on the host too."""
+    trainer = config.trainers[POLICY]
+    assert trainer.teacher is not None
+    backend = trainer.backend
+    parts = backend.tensor_parallel * (backend.pipeline_parallel if isinstance(backend, MegatronBackend) else 1)
+    own = teacher.parameters * FLOAT_BYTES[trainer.teacher.dtype] / parts / GIB
+    if not trainer.resources.gpus:
+        return host + own, gpu
+    return host + (own if trainer.teacher.offload else 0.0), gpu + own
 
 
 def _stages(config: RunConfig, role: str, index: int) -> bool:

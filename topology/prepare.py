@@ -22,7 +22,7 @@ from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.plan import GIB, Plan, make_plan
 from topology.roles import model_of
 from topology.vocabulary import difference
-from trainers.config import CustomAlgorithm
+from trainers.config import CustomAlgorithm, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def check(config: RunConfig) -> Prepared:
         sys.path.append(os.getcwd())  # where prompts of the user's own are looked for, here as in every actor
     own_models = _own_models(config, path)
     address = cluster_address(config)
-    plan = make_plan(config, model, capacity_of(config, address), own_models)
+    plan = make_plan(config, model, capacity_of(config, address), own_models, _teacher_of_ranks(config, path))
     _check_own_code(config)
     columns = _check_prompts(config, model)
     _check_routes(config, columns)
@@ -75,6 +75,22 @@ def _own_models(config: RunConfig, policy: Path) -> dict[str, ModelInfo]:
             raise ConfigError(f"{key}: {error}") from None
         if other := difference(policy, folder):
             raise ConfigError(f"{key}: {other}: it would score other tokens; use a model with the policy's tokenizer")
+    return found
+
+
+def _teacher_of_ranks(config: RunConfig, policy: Path) -> ModelInfo | None:
+    """A teacher's logits are compared with the policy's one by one: same tokenizer, same size, or ConfigError."""
+    teacher = None if config.trainers.policy is None else config.trainers.policy.teacher
+    if teacher is None:
+        return None
+    key = "trainers.policy.distill.teacher.model"
+    try:
+        folder = resolve_model(teacher.model)
+        found = model_info(folder)
+    except ModelError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if other := difference(policy, folder):
+        raise ConfigError(f"{key}: {other}: its logits mean other tokens; use a model with the policy's tokenizer")
     return found
 
 
@@ -107,11 +123,19 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
         folder = Path(model.path).expanduser()
         return model.model_copy(update={"path": str(folder.resolve())}) if folder.is_dir() else model
 
+    def taught_at_home(policy: TrainerConfig) -> TrainerConfig:
+        if policy.teacher is None:
+            return policy
+        return policy.with_teacher_from(located(ModelConfig(path=policy.teacher.model)).path)
+
     def at_home(maker: Any) -> Any:
         own = model_of(maker)
         return maker if own is None else maker.model_copy(update={"model": located(own)})
 
     changes: dict[str, Any] = {"prompts": absolute(config.prompts), "model": located(config.model)}
+    trainers = config.trainers
+    if trainers.policy is not None:
+        changes["trainers"] = trainers.model_copy(update={"policy": taught_at_home(trainers.policy)})
     changes["makers"] = {group: at_home(maker) for group, maker in config.makers.items()}
     if config.evaluation is not None:
         changes["evaluation"] = config.evaluation.model_copy(update={"prompts": absolute(config.evaluation.prompts)})

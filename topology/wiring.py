@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from buffer.records import Prompt
+from makers.config import DatasetMaker
 from topology.bundles import makers_in_turns, trainers_in_turns
 from topology.config import LimitsConfig
 from topology.handles import Peer, RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
 from topology.plan import worst_case_staleness
 from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, max_response_tokens, rank_names, stages_of
 from topology.runs import RunFolder
+from trainers.batch import Columns
 from trainers.checkpoints import Checkpointer
 from trainers.collecting.collector import Collector
 from trainers.collecting.parts import Parts
@@ -63,7 +66,7 @@ def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> 
         critic=None
         if config.trainers.critic is None
         else RayCritic(shell.actor(f"trainer/{CRITIC}"), config.limits.step),
-        evaluation=_evaluation(config),
+        evaluation=_evaluation(config, shell.identity.model_path),
         rows_writer=writer,
         turns=_turns(shell, rows, group),
         start_step=step,
@@ -138,14 +141,16 @@ class MakerStatuses:
         return dict(self._last)
 
 
-def _evaluation(config: Any) -> Evaluation | None:
+def _evaluation(config: Any, model_path: str) -> Evaluation | None:
     from makers.prompts import take
 
     wanted = config.evaluation
     if wanted is None:
         return None
+    prompts = take(wanted.prompts, wanted.size)
     return Evaluation(
-        prompts=take(wanted.prompts, wanted.size),
+        prompts=prompts,
+        rows=_held_out(config, prompts, model_path) if wanted.by == "ranks" else (),
         samples=wanted.samples,
         every=wanted.every,
         at_start=wanted.at_start,
@@ -153,3 +158,12 @@ def _evaluation(config: Any) -> Evaluation | None:
         timeout=wanted.timeout,
         seed=config.seed,
     )
+
+
+def _held_out(config: Any, prompts: Sequence[Prompt], model_path: str) -> list[Columns]:
+    """As the dataset maker would have them. Raises DataFailure that names the row."""
+    from makers.dataset import DatasetRows
+
+    maker = next(maker for maker in config.makers.values() if isinstance(maker, DatasetMaker))
+    rows = DatasetRows(maker, model_path)
+    return [rows.columns(prompt) for prompt in prompts]

@@ -238,8 +238,23 @@ class RanksConfig(Strict):
         return self.resources.threads(self.backend.threads)
 
 
+class ColocatedTeacher(Strict):
+    """A frozen model on the policy's own ranks, split as the policy is."""
+
+    model: str = Field(description="As `model.path`; with the policy's tokenizer and as large a vocabulary.")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    top_k: int | None = Field(None, ge=1, description="Likeliest tokens that are compared; null: the whole vocabulary.")
+    offload: bool = Field(False, description="In CPU memory while it is not used.")
+
+
 class DistillConfig(Strict):
-    """A term in the policy's loss that draws it to a teacher, whose columns a group of `kind: teacher` provides."""
+    """A term in the policy's loss that draws it to a teacher: that of the ranks, or one whose columns a group of
+    `kind: teacher` provides."""
+
+    teacher: ColocatedTeacher | None = Field(None, description="null: the makers' teacher.")
+    temperature: float = Field(
+        1.0, gt=0, description="Of both sides of the divergence; a makers' teacher gives log-probs at 1 only."
+    )
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         "forward_kl",
@@ -271,9 +286,22 @@ class TrainerConfig(RanksConfig):
     max_empty_steps: int = Field(5, ge=1, description="Batches in a row without one valid token, that end the run.")
 
     @property
+    def teacher(self) -> ColocatedTeacher | None:
+        """On the ranks."""
+        return None if self.distill is None else self.distill.teacher
+
+    def with_teacher_from(self, folder: str) -> TrainerConfig:
+        """The same where there is no teacher on the ranks; else with another folder for its model."""
+        if self.distill is None or self.distill.teacher is None:
+            return self
+        teacher = self.distill.teacher.model_copy(update={"model": folder})
+        return self.model_copy(update={"distill": self.distill.model_copy(update={"teacher": teacher})})
+
+    @property
     def stages(self) -> tuple[str, ...]:
         """Whose columns the trainer reads."""
-        return self.algorithm.stages if self.distill is None else (*self.algorithm.stages, "teacher")
+        makers_teach = self.distill is not None and self.distill.teacher is None
+        return (*self.algorithm.stages, "teacher") if makers_teach else self.algorithm.stages
 
 
 class CriticConfig(RanksConfig):

@@ -9,7 +9,14 @@ from typing import Any
 from buffer.records import ColumnsLost, SampledRow
 from buffer.snapshot import Cut, places
 from trainers.batch import Columns
+from trainers.config import TrainerConfig
 from trainers.ports import RowSource
+
+
+def stages_read(config: TrainerConfig, rows: Sequence[SampledRow]) -> tuple[str, ...]:
+    """Those that the trainer needs; and with a teacher on the ranks the makers' too where there is one, to compare them."""
+    beside = config.distill is not None and "teacher" not in config.stages
+    return (*config.stages, "teacher") if beside and "teacher" in rows[0].columns else config.stages
 
 
 async def fetch_columns(

@@ -43,7 +43,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class RankValues:
-    """What one rank of a critic says: `rows[row]` is float32 [T], 0 for samples that other data-parallel ranks have."""
+    """What one rank says of each response token: a critic its value, a policy its log-prob.
+
+    `rows[row]` is float32 [T], 0 for samples that other data-parallel ranks have.
+    """
 
     data_parallel_rank: int
     rows: list[np.ndarray]
@@ -67,6 +70,9 @@ class Learner(Protocol):
 
     def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
         """`rollouts[row]` has the columns of stage `rollout` of every row of the step, in the order of the plan."""
+
+    def log_probs(self, plan: StepPlan, rollouts: Sequence[Columns]) -> RankValues:
+        """Of the present weights, for every sample that the plan computes; changes nothing."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The current policy by Hugging Face name, each name once. Every rank walks it to its end."""

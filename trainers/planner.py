@@ -164,7 +164,8 @@ def teachers_labels(batch: Batch) -> dict[str, tuple[np.ndarray, ...]]:
     for row, columns in zip(batch.rows, batch.columns, strict=True):
         tokens = columns["rollout"]["response_ids"].size
         try:
-            teacher_top(columns["teacher"], tokens)
+            if "teacher" in columns:
+                teacher_top(columns["teacher"], tokens)
         except ValueError as error:
             raise ValueError(f"row {row.row_id}: {error}") from error
         found.append(np.full(tokens, row.produced["rollout"].min_version is None, dtype=np.float32))

@@ -101,6 +101,7 @@ class Evaluation:
     at_end: bool
     timeout: float
     seed: int = 0
+    rows: Sequence[Columns] = ()  # of a dataset: their loss is asked of the ranks, and the makers have nothing to do
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,11 @@ class TrainerRank:
         return replace(result, seconds={**result.seconds, "export": export})
 
     @function(dispatch="all", execute="all")
+    def log_probs(self, plan: StepPlan, *rollouts: Columns) -> RankValues:
+        """Of the response tokens under the present weights, without a gradient: `rollouts` as for `train_step`."""
+        return self.learner.log_probs(plan, rollouts)
+
+    @function(dispatch="all", execute="all")
     def values(self, plan: StepPlan, *rollouts: Columns) -> RankValues:
         """Of a critic: `rollouts` as for `train_step`."""
         learner: ValueLearner = self.learner  # type: ignore[assignment]

@@ -26,7 +26,7 @@ from trainers.algorithms.base import Algorithm, LossTerms, TokenBatch
 from trainers.algorithms.metrics import MetricSums, finish, mismatch
 from trainers.batch import Columns, StepPlan
 from trainers.config import Optimizer
-from trainers.distillation.loss import DIVERGENCE, OVERLAP
+from trainers.distillation.loss import with_comparison
 from trainers.learner import StepResult
 from trainers.packing import GroupBatch, PackedBatch, check_rollouts, pack, pack_minibatch
 from trainers.probe import PROBE_TOKENS, choose_samples, choose_version, measured_anyway
@@ -34,7 +34,7 @@ from trainers.schedule import learning_rate
 from trainers.snapshots import Snapshot
 
 # (number of the micro-batch, outputs [k, targets]) -> scalar loss. The outputs: log-probs with gradient, entropies; and where
-# the micro-batch has a teacher the divergence with gradient, and the overlap of the top-k (-1: not measured).
+# there is a teacher the divergence with gradient, and what `with_comparison` names.
 LossFunction = Callable[[int, Tensor], Tensor]
 
 
@@ -223,8 +223,7 @@ class _Step:
             samples=on_device(packed.samples),
             lengths=on_device(packed.lengths),
             totals=packed.totals,
-            labels={name: on_device(values) for name, values in packed.labels.items()}
-            | dict(zip((DIVERGENCE, OVERLAP), outputs[2:], strict=False)),
+            labels=with_comparison({name: on_device(values) for name, values in packed.labels.items()}, outputs[2:]),
         )
 
     def _record(self, figures: MetricSums, terms: LossTerms, packed: PackedBatch) -> None:

@@ -57,6 +57,9 @@ class SteppingLearner:
     def train_step(self, plan: StepPlan, rollouts: Sequence[Columns]) -> StepResult:
         return self._stepper.run(plan, rollouts)
 
+    def log_probs(self, plan: StepPlan, rollouts: Sequence[Columns]) -> RankValues:
+        return values_of(self.policy, plan, rollouts)
+
 
 def _interpolates(config: TrainerConfig | CriticConfig) -> bool:
     algorithm = config.algorithm

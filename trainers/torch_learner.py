@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainers.checkpoints import CheckpointError
 from trainers.config import CriticConfig, Optimizer, TorchBackend, TrainerConfig
-from trainers.distillation.divergence import Buckets, Divergence, dense_top_k, divergence_of
+from trainers.distillation.columns import TARGET
+from trainers.distillation.divergence import Buckets, Divergence, dense_full, dense_top_k, divergence_of
 from trainers.huggingface import save_huggingface
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
@@ -85,6 +87,9 @@ class TorchPolicy:
         self._dtype = getattr(torch, config.backend.dtype)
         self._divergence = divergence_of(config)
         self.model = self._load(folder)
+        settings = config.teacher if isinstance(config, TrainerConfig) else None
+        self._top_k = None if settings is None else settings.top_k
+        self._teacher: Any = None if settings is None else pretrained(settings.model, settings.dtype).to(self.device)
         self._optimizer = build_adamw(self.model, config.optimizer)
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
@@ -148,16 +153,11 @@ class TorchPolicy:
             torch.cuda.empty_cache()
 
     def _load(self, folder: Path) -> Any:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        safe = {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=self._dtype, **safe).to(self.device)
+        return pretrained(folder, self._dtype).to(self.device)
 
     def _forward(self, batch: PackedBatch, divergence: Divergence | None = None) -> Tensor:
         """Figures of each target [k, targets], each segment by itself: its row i predicts token i + 1. See LossFunction."""
-        outputs = [torch.zeros(2 if divergence is None else 4, 0, device=self.device)]
+        outputs = [torch.zeros(2 if divergence is None else 6, 0, device=self.device)]
         start = 0
         for segment in batch.segments:
             stop = start + segment.tokens
@@ -169,10 +169,7 @@ class TorchPolicy:
             if divergence is None:
                 outputs.append(self._outputs(ids, at, targets, temperatures))
             else:
-                assert batch.teacher is not None
-                top = batch.teacher.ids[rows], batch.teacher.log_probs[rows]
-                buckets = Buckets.of(*(torch.as_tensor(array, device=self.device) for array in top))
-                outputs.append(self._compared(ids, at, targets, temperatures, buckets, divergence))
+                outputs.append(self._compared(ids, at, targets, temperatures, self._top(batch, rows), divergence))
             start = stop
         return torch.cat(outputs, dim=1)
 
@@ -180,21 +177,57 @@ class TorchPolicy:
         """Log-probs and entropies, float32 [2, targets], at the `rows` of one sequence of `ids`."""
         return _figures(self.model(input_ids=ids[None]).logits[0][rows].float(), targets, temperatures)
 
+    def _top(self, batch: PackedBatch, rows: np.ndarray) -> tuple[Tensor, ...] | None:
+        """Ids, log-probs and the targets' log-probs of the makers' teacher; None: that of this process is asked."""
+        if self._teacher is not None:
+            return None
+        assert batch.teacher is not None
+        arrays = batch.teacher.ids, batch.teacher.log_probs, batch.labels[TARGET]
+        return tuple(torch.as_tensor(array[rows], device=self.device) for array in arrays)
+
     def _compared(
-        self, ids: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor, top: Buckets, divergence: Divergence
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        top: tuple[Tensor, ...] | None,
+        divergence: Divergence,
     ) -> Tensor:
-        """As `_outputs`, with divergence and overlap [4, targets]."""
+        """As `_outputs`, with what `with_comparison` names [6, targets]."""
         logits = self.model(input_ids=ids[None]).logits[0][rows].float()
-        own = logits.detach().topk(top.ids.size(-1)).indices
-        present = top.ids >= 0
-        found = ((top.ids[:, :, None] == own[:, None]).any(-1) & present).sum(-1) / present.sum(-1)
-        value = dense_top_k(logits, top, divergence)
-        return torch.cat([_figures(logits, targets, temperatures), torch.stack([value, found])])
+        if top is None:
+            with torch.no_grad():
+                theirs = self._teacher(input_ids=ids[None]).logits[0][rows].float()
+            every = (theirs / divergence.temperature).log_softmax(-1)
+            of_targets = every.gather(-1, targets[:, None])[:, 0]
+            if self._top_k is None:
+                value, ones = dense_full(logits, theirs, divergence), torch.ones_like(of_targets)
+                comparison = torch.stack([value, -ones, of_targets, ones])
+                return torch.cat([_figures(logits, targets, temperatures), comparison])
+            best = every.topk(self._top_k, dim=-1)
+            top = best.indices, best.values, of_targets
+        buckets = Buckets.of(top[0], top[1])
+        present = buckets.ids >= 0
+        own = logits.detach().topk(present.size(-1)).indices
+        found = ((buckets.ids[:, :, None] == own[:, None]).any(-1) & present).sum(-1) / present.sum(-1)
+        comparison = torch.stack([dense_top_k(logits, buckets, divergence), found, top[2], 1.0 - buckets.tail])
+        return torch.cat([_figures(logits, targets, temperatures), comparison])
 
 
 def _figures(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
     every = (logits / temperatures[:, None]).log_softmax(-1)
     return torch.stack([every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)])
+
+
+def pretrained(folder: Path | str, dtype: torch.dtype | str) -> Any:
+    """The model of a checkpoint folder; a dtype by its name or torch's."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    safe = {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **safe)
 
 
 def build_adamw(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:

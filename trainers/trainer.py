@@ -25,9 +25,10 @@ from typing import Any, TypeVar
 
 from buffer.buffer import EndOfData
 from buffer.records import ColumnsLost, SampledRow
+from trainers.batch import Columns
 from trainers.checkpoints import Checkpoint, Checkpointer, CheckpointError
 from trainers.config import TrainerConfig
-from trainers.fetching import fetch_columns
+from trainers.fetching import fetch_columns, stages_read
 from trainers.guards import MismatchGate, SkipCounter, ages
 from trainers.learner import StepResult
 from trainers.metrics import MetricsBuilder, StepRecord
@@ -40,6 +41,7 @@ from trainers.saver import Saver, Saving
 from trainers.stopwatch import Stopwatch
 from trainers.training import BatchTraining, NotTrained, Trained
 from trainers.turns import Holder, Turns
+from trainers.validation import validate
 
 T = TypeVar("T")
 MAKERS_PATIENCE = 5.0  # seconds that a step waits for news of the makers
@@ -254,7 +256,7 @@ class Trainer:
             return None
         found = ages(rows, self._version, self._max_age)
         with self._phase("wait_for_batch"):
-            fetching = fetch_columns(self._rows, rows, self._config.stages)
+            fetching = fetch_columns(self._rows, rows, stages_read(self._config, rows))
             columns, lost = await self._within(self._deadlines.batch, "fetch of columns", fetching)
         if lost:
             await self._tell_lost(lost)
@@ -357,7 +359,20 @@ class Trainer:
         except OSError as error:  # a full disk costs the file, not the run
             self._recorder.event("rows_not_written", step=self._progress.step, cause=str(error))
 
+    async def _validate(self, rows: Sequence[Columns]) -> None:
+        """The loss of held-out rows, asked of the ranks."""
+        step = self._progress.step
+        async with self._ranks_work:
+            await self._hand_to("ranks")
+            with self._phase("evaluate"):
+                found = await validate(self._ranks, self._config.backend, rows)
+        self._recorder.event("validation", step=step, loss=found.loss, rows=found.rows, tokens=found.tokens)
+        self._recorder.chart(step, {"validation/loss": found.loss})
+
     async def _evaluate(self, evaluation: Evaluation) -> None:
+        if evaluation.rows:
+            await self._validate(evaluation.rows)
+            return
         step, version = self._progress.step, self._version
         await self._hand_to("makers")
         with self._phase("evaluate"):

@@ -22,12 +22,20 @@ K = 6
 pytestmark = pytest.mark.timeout(240)
 
 
+class Frozen(tuple):
+    """Settings of which some are mappings, to be known by what they print as."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
 @dataclass(frozen=True)
 class DistillJob(Job):
-    """`mix`: the divergence beside a reward's loss, in place of alone."""
+    """`mix`: the divergence beside a reward's loss, in place of alone. `columns`: whether makers have a teacher."""
 
     distill: tuple[tuple[str, Any], ...] = ()
     mix: bool = False
+    columns: bool = True
 
     @property
     def config(self) -> TrainerConfig:
@@ -66,7 +74,7 @@ def work(rendezvous: Rendezvous, job: DistillJob) -> Outcome:
     rank.start()
     try:
         columns = rows(job)
-        teachers = [teacher_columns(rollout, seed) for seed, rollout in enumerate(columns)]
+        teachers = [teacher_columns(rollout, seed) for seed, rollout in enumerate(columns)] if job.columns else []
         results = [rank.train_step(plan_of(job, step), *columns, *teachers) for step in job.steps]
         return Outcome(results, arrays(rank.learner.policy.gradients()), arrays(rank.learner.weights()), draw(1))
     finally:
@@ -83,6 +91,11 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("teachers") / "llama", "llama")
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +149,38 @@ def test_the_parts_of_the_loss_add_up_to_it(model, alone):
     assert parts.keys() == {"loss/distill", "loss/sft", "loss/policy"}
     assert sum(parts.values()) == pytest.approx(result.loss, rel=1e-5)
     assert parts["loss/distill"] == pytest.approx(result.metrics["distill/kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["", "tp2 sp", "pp2", "cp2", "dp2"])
+@pytest.mark.parametrize("top_k", [None, K])
+def test_a_teacher_on_the_ranks_teaches_every_layout_what_plain_torch_learns(
+    top_k, layout, model, teacher, ranks, alone
+):
+    """A model of another family, at a temperature that rows were not sampled at."""
+    settings = {"model": teacher, "dtype": "float32", "top_k": top_k}
+    distill = (("temperature", 1.5), ("divergence", "jsd"), ("advantage_alpha", 0.1), ("teacher", settings))
+    job = DistillJob(model, layout, distill=Frozen(distill), minibatches=2, columns=False)
+
+    found, expected = ranks.run(job.ranks, work, job), alone(job)
+
+    assert_same(found, expected)
+    metrics = expected.results[0].metrics
+    assert (metrics["distill/teacher_mass"] == 1.0) == (top_k is None)
+    assert ("distill/topk_overlap" in metrics) == (top_k is not None)
+
+
+def test_a_policy_on_the_ranks_of_its_own_teacher_has_nothing_to_learn(model, ranks):
+    settings = {"model": model, "dtype": "float32"}
+    job = DistillJob(model, "tp2", distill=Frozen((("teacher", settings),)), columns=False)
+
+    for outcome in ranks.run(job.ranks, work, job):
+        assert abs(outcome.results[0].metrics["distill/kl"]) < 1e-6
+        assert outcome.results[0].grad_norm < 1e-5
+
+
+def test_the_teachers_on_makers_and_on_ranks_are_compared_where_there_are_both(model, teacher, alone):
+    settings = {"model": teacher, "dtype": "float32"}
+    job = DistillJob(model, distill=Frozen((("teacher", settings),)))
+
+    assert alone(job).results[0].metrics["distill/mismatch"] > 1.0, "one of them is drawn by chance"
+    assert "distill/mismatch" not in alone(replace(job, columns=False)).results[0].metrics

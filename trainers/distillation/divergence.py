@@ -57,7 +57,7 @@ class Divergence:
 def divergence_of(config: TrainerConfig | CriticConfig) -> Divergence | None:
     """What a trainer compares its policy with a teacher by; None where it has no teacher."""
     distill = config.distill if isinstance(config, TrainerConfig) else None
-    return None if distill is None else Divergence(distill.divergence, distill.beta)
+    return None if distill is None else Divergence(distill.divergence, distill.beta, distill.temperature)
 
 
 @dataclass(frozen=True, slots=True)

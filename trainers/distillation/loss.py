@@ -19,7 +19,18 @@ from torch import Tensor
 from trainers.algorithms.base import Algorithm, LossTerms, TokenBatch, token_weights
 from trainers.distillation.columns import DEMONSTRATED, MASS, TARGET
 
-DIVERGENCE, OVERLAP = "divergence", "topk_overlap"  # labels of the tokens, beside those of the columns
+# Labels of the tokens, beside those of the columns; the last is what the makers' teacher says where the ranks have one too.
+DIVERGENCE, OVERLAP, ON_MAKERS = "divergence", "topk_overlap", "teacher_on_makers"
+
+
+def with_comparison(labels: dict[str, Tensor], outputs: Tensor) -> dict[str, Tensor]:
+    """Labels of the columns, and what a policy found when it was compared with its teacher, [4, tokens] or [0, tokens]:
+    divergence, overlap of the top-k (-1: not measured), the teacher's log-prob of the token, the mass of what is known."""
+    if not outputs.size(0):
+        return labels
+    divergence, overlap, target, mass = outputs
+    compared = {DIVERGENCE: divergence, OVERLAP: overlap, TARGET: target.detach(), MASS: mass.detach()}
+    return labels | ({ON_MAKERS: labels[TARGET]} if TARGET in labels else {}) | compared
 
 
 class DistillLoss:
@@ -64,9 +75,12 @@ class DistillLoss:
 def _figures(batch: TokenBatch) -> dict[str, Tensor]:
     overlap = batch.labels[OVERLAP].detach()
     measured = overlap >= 0
-    return {
+    figures = {
         "distill/kl": batch.labels[DIVERGENCE].detach().sum(),
         "distill/teacher_mass": batch.labels[MASS].sum(),
         "topk_overlap/tokens": measured.sum(),
         "topk_overlap/sum": overlap[measured].sum(),
     }
+    if ON_MAKERS in batch.labels:
+        figures["distill/mismatch"] = (batch.labels[ON_MAKERS] - batch.labels[TARGET]).abs().sum()
+    return figures

@@ -7,6 +7,7 @@ the layout of the micro-batches, and a restored checkpoint continues bit by bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from trainers.config import CriticConfig, MegatronBackend, TrainerConfig
-from trainers.distillation.divergence import Buckets, Divergence, divergence_of
+from trainers.distillation.columns import TARGET
+from trainers.distillation.divergence import Buckets, divergence_of
 from trainers.huggingface import save_huggingface
 from trainers.learner import Rendezvous
 from trainers.megatron import checkpoint, cpu, offload, optimizer
@@ -33,6 +35,7 @@ from trainers.megatron.model import (
     read_config,
 )
 from trainers.megatron.process_group import from_last_stage, join, leave, reduce_over_data_parallel_ranks
+from trainers.megatron.teacher import MegatronTeacher
 from trainers.megatron.vocab_divergence import Distillation, TopK
 from trainers.packing import PackedBatch
 from trainers.snapshots import Snapshot, substituted, take
@@ -123,6 +126,8 @@ class MegatronPolicy:
         self.optimizer = optimizer.build_optimizer(
             config.optimizer, self.model, dtype, distributed_optimizer=backend.distributed_optimizer
         )
+        settings = config.teacher if isinstance(config, TrainerConfig) else None
+        self._teacher = None if settings is None else MegatronTeacher(settings, backend, self.device)
         self.module.config.finalize_model_grads_func = _sum_gradients
         self._forward_backward = get_forward_backward_func()
 
@@ -157,7 +162,8 @@ class MegatronPolicy:
         self.module.entropy_gradient = entropy_gradient
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(batches, loss_of, forward_only=False)
+        with nullcontext() if self._teacher is None else self._teacher.serving(batches) as hidden:
+            self._run(batches, loss_of, forward_only=False, hidden=hidden)
 
     def gradient_norm(self) -> float:
         self.optimizer.prepare_grads()
@@ -179,12 +185,14 @@ class MegatronPolicy:
             for name, tensor in export_weights(self.bridge, self.model):
                 yield name, tensor.clone()
 
-    def _run(self, batches: Sequence[PackedBatch], loss_of: Any, *, forward_only: bool) -> None:
+    def _run(self, batches: Sequence[PackedBatch], loss_of: Any, *, forward_only: bool, hidden: Any = ()) -> None:
+        """`hidden`: of a colocated teacher, see `MegatronTeacher.serving`."""
+
         def forward_step(numbers: Iterator[int], model: Any) -> tuple[Tensor, Any]:
             number = next(numbers)
             tokens, layout = place(batches[number], self.module.config, self.bridge.hf_config.rope_theta, self.device)
-            if self._divergence is not None and not forward_only:
-                layout.distillation = self._distillation(batches[number], layout, self._divergence)
+            if not forward_only:
+                layout.distillation = self._distillation(number, batches[number], layout, hidden)
             output = model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=layout)
             return output, loss_of(number)
 
@@ -199,10 +207,16 @@ class MegatronPolicy:
             collect_non_loss_data=forward_only,
         )
 
-    def _distillation(self, batch: PackedBatch, layout: PackedLayout, divergence: Divergence) -> Distillation:
+    def _distillation(self, number: int, batch: PackedBatch, layout: PackedLayout, hidden: Any) -> Distillation | None:
+        """What the policy is compared with where its logits are: on the last pipeline stage."""
+        if self._divergence is None or not parallel_state.is_pipeline_last_stage():
+            return None
+        if self._teacher is not None:
+            return self._teacher.distillation(hidden[number], layout, self._divergence)
         assert batch.teacher is not None
-        top = (torch.as_tensor(array, device=self.device) for array in (batch.teacher.ids, batch.teacher.log_probs))
-        return Distillation(TopK(Buckets.of(*(array[layout.own] for array in top))), divergence)
+        arrays = batch.teacher.ids, batch.teacher.log_probs, batch.labels[TARGET]
+        ids, top, targets = (torch.as_tensor(array, device=self.device)[layout.own] for array in arrays)
+        return Distillation(TopK(Buckets.of(ids, top), targets), self._divergence)
 
 
 def _sum_gradients(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

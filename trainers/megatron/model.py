@@ -52,16 +52,18 @@ class PolicyModel(GPTModel):
     entropy_gradient = False  # set by whoever computes a loss that differentiates the entropy
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, packed_seq_params: PackedLayout, **__: Any) -> Tensor:
-        """float32 [2, targets], with a teacher [4, targets]: the outputs; hidden states on all but the last stage."""
+        """float32 [2, targets], with a teacher [6, targets]: the outputs; hidden states on all but the last stage."""
         if not self.post_process:
             return hidden_states
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-        rows = hidden_states[:, 0].index_select(0, packed_seq_params.logit_rows)
-        own = self._outputs(rows, packed_seq_params)
+        own = self._outputs(self._target_rows(hidden_states, packed_seq_params), packed_seq_params)
         if self.config.context_parallel_size == 1:
             return own
         return put_together(own, packed_seq_params.own, packed_seq_params.every_target)
+
+    def _target_rows(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return hidden_states[:, 0].index_select(0, layout.logit_rows)
 
     def _outputs(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """Log-probs and entropies of the targets, from the hidden states [targets, hidden] that predict them; and with a
@@ -74,7 +76,7 @@ class PolicyModel(GPTModel):
             targets, temperatures = layout.targets, layout.temperatures
             return log_probs_and_divergence(
                 rows, weight, targets, temperatures, shard, layout.distillation, entropy_gradient=gradient
-            )[:4]
+            )
         return torch.stack(
             log_probs(rows, weight, layout.targets, layout.temperatures, shard, entropy_gradient=gradient)
         )

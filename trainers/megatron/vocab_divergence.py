@@ -38,15 +38,16 @@ UNMEASURED = -1.0
 
 
 class TopK:
-    """A teacher that is known by the top of its distributions."""
+    """A teacher that is known by the top of its distributions, and by its log-probs of the targets [R]."""
 
-    def __init__(self, buckets: Buckets) -> None:
+    def __init__(self, buckets: Buckets, target_log_probs: Tensor) -> None:
         self._buckets = buckets
+        self._target_log_probs = target_log_probs
 
     def measure(
         self, rows: slice, softmax: Softmax, targets: Tensor, divergence: Divergence, shard: VocabShard
     ) -> tuple[Tensor, Any]:
-        """Divergence, overlap and (unmeasured here) the teacher's log-prob of the target [3, R]; what `gradient` needs."""
+        """Divergence, overlap, the teacher's log-prob of the target and its mass [4, R]; and what `gradient` needs."""
         own = self._buckets[rows]
         local, mine = local_of_each(own.ids, shard)
         shifted = softmax.shifted.gather(-1, local).masked_fill_(~mine, 0.0)
@@ -74,7 +75,7 @@ class TopK:
         if rows.start == 0:
             measured = slice(0, OVERLAP_ROWS)
             overlap[measured] = self._overlap(softmax.shifted[measured], shifted[measured], absent[measured], shard)
-        return torch.stack([value, overlap, torch.zeros_like(value)]), state
+        return torch.stack([value, overlap, self._target_log_probs[rows], 1.0 - own.tail]), state
 
     def gradient(self, rows: slice, state: Any, d: Tensor, *_: Any) -> tuple[Tensor, Any]:
         """For the logits: what multiplies the probabilities [R], and what is to be added, as a function of the gradient."""
@@ -88,12 +89,7 @@ class TopK:
     def _overlap(self, every: Tensor, picked: Tensor, absent: Tensor, shard: VocabShard) -> Tensor:
         """Which fraction of the teacher's tokens is among as many of the student's likeliest."""
         count = picked.size(-1)
-        best = every.topk(min(count, every.size(-1)), dim=-1).values
-        if shard.parallel:
-            assert shard.group is not None
-            parts = [torch.empty_like(best) for _ in range(shard.group.size())]
-            dist.all_gather(parts, best.contiguous(), group=shard.group)
-            best = torch.cat(parts, dim=-1).topk(count, dim=-1).values
+        best = _every_rank(every.topk(min(count, every.size(-1)), dim=-1).values, shard).topk(count, dim=-1).values
         found = (picked >= best[:, -1:]) & ~absent
         return found.sum(-1) / (~absent).sum(-1).clamp(min=1)
 
@@ -108,7 +104,7 @@ class WholeVocabulary:
     def measure(
         self, rows: slice, softmax: Softmax, targets: Tensor, divergence: Divergence, shard: VocabShard
     ) -> tuple[Tensor, Any]:
-        """As of `TopK`, with the teacher's log-prob of the target in place of the overlap's neighbour."""
+        """As of `TopK`. The overlap is of no top, and not measured."""
         of_teacher, figures = softmax_of(self._logits(rows, divergence, shard), targets, shard)
         log_q = of_teacher.shifted.sub_(of_teacher.partition.log()[:, None])
         log_p = softmax.shifted - softmax.partition.log()[:, None]
@@ -119,7 +115,8 @@ class WholeVocabulary:
         if shard.parallel:
             dist.all_reduce(sums, group=shard.group)
         value, slope = sums
-        return torch.stack([value, torch.full_like(value, UNMEASURED), figures[0]]), (slope, figures[2])
+        every = torch.stack([value, torch.full_like(value, UNMEASURED), figures[0], torch.ones_like(value)])
+        return every, (slope, figures[2])
 
     def gradient(
         self, rows: slice, state: Any, d: Tensor, divergence: Divergence, shard: VocabShard, targets: Tensor
@@ -138,6 +135,40 @@ class WholeVocabulary:
         hidden = self._hidden[rows]
         temperatures = torch.full((hidden.size(0),), divergence.temperature, device=hidden.device)
         return logits_of(hidden, self._weight, temperatures, shard)
+
+
+def top_of(hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, count: int, temperature: float) -> TopK:
+    """The `count` likeliest tokens of a teacher on these ranks. Arguments as of `WholeVocabulary`."""
+    found = [
+        (_top_of_chunk(hidden[rows], weight, targets[rows], shard, count, temperature))
+        for rows in chunks_of(hidden.size(0), shard)
+    ]
+    if not found:
+        nothing = hidden.new_zeros((0, count), dtype=torch.float32)
+        return TopK(Buckets.of(nothing.long(), nothing), nothing[:, 0])
+    ids, log_probs, of_targets = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return TopK(Buckets.of(ids, log_probs), of_targets)
+
+
+def _top_of_chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, count: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    temperatures = torch.full((hidden.size(0),), temperature, device=hidden.device)
+    softmax, figures = softmax_of(logits_of(hidden, weight, temperatures, shard), targets, shard)
+    best, ids = softmax.shifted.topk(min(count, shard.size), dim=-1)
+    best, ids = _every_rank(best, shard), _every_rank(ids + shard.start, shard)
+    best, order = best.topk(count, dim=-1)
+    return ids.gather(-1, order), best - softmax.partition.log()[:, None], figures[0]
+
+
+def _every_rank(own: Tensor, shard: VocabShard) -> Tensor:
+    """[R, n] of each rank -> [R, n * ranks]."""
+    if not shard.parallel:
+        return own
+    assert shard.group is not None
+    parts = [torch.empty_like(own) for _ in range(shard.group.size())]
+    dist.all_gather(parts, own.contiguous(), group=shard.group)
+    return torch.cat(parts, dim=-1)
 
 
 Teacher = TopK | WholeVocabulary
@@ -161,10 +192,10 @@ def log_probs_and_divergence(
     *,
     entropy_gradient: bool,
 ) -> Tensor:
-    """float32 [5, R]: log-prob, entropy, divergence, overlap of the top-k (-1: not measured), teacher's log-prob.
+    """float32 [6, R]: log-prob, entropy, divergence, overlap of the top-k (-1: not measured), the teacher's log-prob of the
+    target (at the divergence's temperature) and the mass of what is known of it.
 
-    Arguments as of `trainers.megatron.vocab.log_probs`. The first three are differentiable (the entropy on demand). The last
-    is at the divergence's temperature, and 0 where a teacher is known by its top alone.
+    Arguments as of `trainers.megatron.vocab.log_probs`. The first three are differentiable (the entropy on demand).
     """
     return _Figures.apply(hidden, weight, targets, temperatures, shard, distillation, entropy_gradient)  # type: ignore[no-any-return]
 
@@ -174,7 +205,7 @@ class _Figures(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperatures, shard, distillation, entropy_gradient):  # type: ignore[no-untyped-def]
         divergence, teacher, rows = distillation.divergence, distillation.teacher, hidden.size(0)
         together = bool((temperatures == divergence.temperature).all())
-        result = hidden.new_empty((5, rows), dtype=torch.float32)
+        result = hidden.new_empty((6, rows), dtype=torch.float32)
         partitions = hidden.new_empty((2, rows), dtype=torch.float32)  # logs: of sampling, of the divergence
         kept, states = hidden.new_empty((0, weight.size(0))), []
         for chunk in chunks_of(rows, shard):

@@ -10,7 +10,7 @@ from topology.capacity import Capacity, Node
 from topology.config import ConfigError, RunConfig, load_config
 from topology.models import ModelInfo
 from topology.plan import make_plan
-from topology.roles import max_response_tokens, stages_of
+from topology.roles import max_response_tokens
 
 SMOL = ModelInfo(
     family="llama",
@@ -444,6 +444,7 @@ DISTILL = "trainers.policy.distill={}"
             "trainers.policy.distill: missing, but trainers.policy.algorithm",
         ),
         ((DISTILL,), "makers: no group provides `teacher`"),
+        ((DISTILL, "trainers.policy.distill.temperature=2"), "distill.temperature: 2, but the log-probs of a group"),
         ((DISTILL, "trainers.policy.distill.coef=0"), "coef, sft_alpha and advantage_alpha are all 0"),
         (
             (DISTILL, "trainers.policy.distill.advantage_alpha=0.1", "makers.rollout.sampling.temperature=0.8"),
@@ -456,92 +457,39 @@ def test_a_distillation_that_cannot_learn_is_refused(overrides: tuple[str, ...],
         make_plan(demo(*overrides), SMOL, ROOMY)
 
 
-JUDGE = "makers.judge={kind: reward_model, model: {path: judge}}"
-STEPS = "makers.steps={kind: reward_model, model: {path: judge}, granularity: token}"
-HEADS = {  # by granularity
-    "sequence": replace(SMOL, architectures=("LlamaForSequenceClassification",), labels=1),
-    "token": replace(SMOL, architectures=("LlamaForTokenClassification",), labels=2),
-}
-
-
-def read(*terms: str) -> str:
-    return f"makers.reward.models=[{', '.join(f'{{{term}}}' for term in terms)}]"
-
-
-def test_a_reward_model_fills_a_stage_of_its_own_between_the_rollout_and_the_reward() -> None:
-    config = demo(JUDGE, STEPS, read("group: judge", "group: steps, reduce: min"))
-    plan = make_plan(config, SMOL, ROOMY, {"judge": HEADS["sequence"], "steps": HEADS["token"]})
-    assert stages_of(config) == ("rollout", "reward", "reward/judge", "reward/steps")
-    assert ("maker/judge", "buffer", "reward/judge columns, by reference") in plan.edges
-    judge = next(actor for actor in plan.actors if actor.name == "maker/judge/0")
-    assert judge.memory_gib == pytest.approx(0.7 + 0.25 + 0.08, abs=0.01)
-
-
 @pytest.mark.parametrize(
-    ("overrides", "own", "message"),
+    ("teacher", "overrides", "message"),
     [
+        (replace(SMOL, vocab=50000), (), "teacher.model: a vocabulary of 50000 tokens, the policy's has 49152"),
         (
-            (read("group: jduge"), JUDGE),
-            {},
-            r"models.0.group: `jduge` is no group of `kind: reward_model`; there are: judge",
+            SMOL,
+            ("trainers.policy.distill.teacher.top_k=60000",),
+            "teacher.top_k: 60000 of a vocabulary of 49152 tokens",
         ),
-        ((read("group: rollout"),), {}, "`rollout` is no group of `kind: reward_model`; there are: none"),
+        (replace(SMOL, max_positions=64), (), "teacher.model: has 64 positions, but rows of makers.rollout may have"),
         (
-            (JUDGE,),
-            {},
-            r"makers.judge: no reward maker reads its scores: name it in one \(`models: \[{group: judge}\]`\)",
-        ),
-        (
-            (STEPS, read("group: steps")),
-            {},
-            "models.0.reduce: makers.steps scores each token: say how these become one",
-        ),
-        ((JUDGE, read("group: judge, reduce: sum")), {}, "makers.judge gives one score a sample, so `sum` is not read"),
-        (
-            (JUDGE, read("group: judge"), "makers.judge.route={column: task, values: [a]}"),
-            {},
-            "makers.judge.route: only this group scores for `reward/judge`, so rows beyond .* would never be complete",
-        ),
-        (
-            (
-                JUDGE,
-                read("group: judge"),
-                "makers.reward.route={column: task, values: [a]}",
-                "makers.more={kind: reward, functions: [{name: exact_match}], route: {column: task, values: [b]}}",
-            ),
-            {},
-            r"makers.more.models: reads \[\], makers.reward reads \['judge'\]: all reward groups need the same ones",
-        ),
-        (
-            (JUDGE.replace("judge=", "reasoning_gym="), read("group: reasoning_gym")),
-            {},
-            "models.0.group: a function has the same name, so both would fill `reward/reasoning_gym`: rename the group",
-        ),
-        (
-            (JUDGE, read("group: judge")),
-            {"judge": replace(SMOL, architectures=("LlamaForCausalLM",))},
-            r"makers.judge.model.path: has no head .* \['LlamaForCausalLM'\], a class ...ForSequenceClassification is needed",
-        ),
-        (
-            (STEPS, read("group: steps, reduce: min")),
-            {"steps": HEADS["sequence"]},
-            "has no head for granularity `token`: .* granularity: sequence for one of the other kind",
-        ),
-        (
-            (JUDGE, read("group: judge")),
-            {"judge": replace(HEADS["sequence"], labels=2)},
-            r"makers.judge.model.path: its head has 2 labels \(config.json, id2label\), 1 needed",
-        ),
-        (
-            (JUDGE, read("group: judge")),
-            {"judge": replace(HEADS["sequence"], max_positions=128)},
-            "makers.judge.model.path: has 128 positions, but rows of makers.rollout may have 256",
+            replace(SMOL, heads=8),
+            (f"{BACKEND}.tensor_parallel=3",),
+            "teacher.model: it is split as the policy is, but trainers.policy.backend.tensor_parallel: 3",
         ),
     ],
 )
-def test_a_reward_model_that_cannot_work_is_refused(overrides: tuple[str, ...], own: dict, message: str) -> None:
+def test_a_teacher_that_the_ranks_cannot_hold_is_refused(
+    teacher: ModelInfo, overrides: tuple[str, ...], message: str
+) -> None:
+    settings = ("trainers.policy.distill={teacher: {model: other}}", *overrides)
     with pytest.raises(ConfigError, match=message):
-        make_plan(demo(*overrides), SMOL, ROOMY, own)
+        make_plan(demo(*settings), SMOL, ROOMY, teacher=teacher)
+
+
+def test_a_teacher_on_the_ranks_is_counted_with_its_part_and_needs_no_group_of_makers() -> None:
+    def memory(teacher: ModelInfo | None, *settings: str) -> float:
+        config = demo(f"{BACKEND}.tensor_parallel=3", *settings)
+        return make_plan(config, SMOL, ROOMY, teacher=teacher).named("rank")[0].memory_gib
+
+    distill = "trainers.policy.distill={teacher: {model: other, dtype: float32}}"
+    more = memory(SMOL, distill) - memory(None)
+    assert more == pytest.approx(SMOL.parameters * 4 / 3 / 2**30)
 
 
 def test_sft_and_dpo_need_rows_of_a_dataset_and_nothing_else() -> None:
@@ -555,6 +503,7 @@ def test_sft_and_dpo_need_rows_of_a_dataset_and_nothing_else() -> None:
             ["makers={reward: {kind: reward, functions: [{name: exact_match}]}}"],
             "`sft` learns from a dataset: add a group",
         ),
+        (["evaluation.by=makers"], "use `by: ranks`, the loss of held-out rows"),
         (["makers.rollout={kind: rollout}"], "`sft` learns from datasets alone"),
         (["trainers.policy.algorithm={type: grpo}"], "`grpo` needs rows that its policy sampled"),
         (["makers.more={kind: dataset, completion: question}"], "has other columns or max_tokens than makers.dataset"),
