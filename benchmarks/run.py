@@ -26,9 +26,11 @@ BENCHES = (
     "makers_path",
     "learner",
     "rollout",
+    "job",
     "teacher",
     "trainer_overhead",
     "algorithms",
+    "distillation",
     "async_vs_sync",
     "loop",
 )  # in this order, the shortest first
