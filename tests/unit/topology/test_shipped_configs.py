@@ -44,6 +44,7 @@ def model(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
 
 
 MODELS = {  # what their config.json says
+    "tiny-llama-first-1": model(1, 128, 256, 4, 2, 3e5),
     "tiny-llama": model(2, 128, 256, 4, 2, 4e5),
     "smollm2-135m-instruct-first-24": model(24, 576, 1536, 9, 3, 1.13e8),
     "smollm2-135m-instruct": model(30, 576, 1536, 9, 3, 1.35e8),
