@@ -176,13 +176,10 @@ def _arithmetic(config: RunConfig) -> dict[str, str]:
     trainer, n = config.trainers[POLICY], samples_of(config)
     groups, every = trainer.groups_per_step, config.weights.every
     in_flight = (config.buffer.max_staleness + 1) * groups * every
-    mixed = (
-        {}
-        if (part := on_policy_of(config)) == 1
-        else {"rows of the dataset": f"{1 - part:.0%} of all, drawn one by one (1 - lmbda {part:g})"}
-    )
+    part = on_policy_of(config)
+    mixed = {"rows of the dataset": f"{1 - part:.0%} of all, drawn one by one (1 - lmbda {part:g})"}
     return {
-        **mixed,
+        **(mixed if part < 1 else {}),
         "samples per step": f"{groups} groups x {n} samples = {groups * n}",
         **{
             f"optimizer steps per step{'' if role == POLICY else f' ({role})'}": str(each.minibatches)
