@@ -29,6 +29,7 @@ BENCHES = (
     "teacher",
     "trainer_overhead",
     "algorithms",
+    "distillation",
     "async_vs_sync",
     "loop",
 )  # in this order, the shortest first

@@ -60,10 +60,10 @@ def run_steps(name: str, steps: int, settings: tuple[str, ...]) -> list[dict[str
         options = [word for setting in (*OVERRIDES, *settings) for word in ("--set", setting)]
         say(f"tandem run {name}, {steps} steps")
         run_side(
-            _tandem("run", CONFIG, "--name", name, *options),
+            tandem("run", CONFIG, "--name", name, *options),
             cwd=Path(folder),
             timeout=TIMEOUT,
-            stop=lambda: _stop(Path(folder), name),
+            stop=lambda: stop(Path(folder), name),
         )
         lines = (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines()
     if len(lines) != steps:
@@ -83,11 +83,11 @@ def _summary(steps: list[dict[str, Any]]) -> Measured:
     )
 
 
-def _stop(folder: Path, name: str) -> None:
+def stop(folder: Path, name: str) -> None:
     """The run goes on without the command that started it, so it is told to end."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
-            [str(word) for word in _tandem("stop", name, "--now")],
+            [str(word) for word in tandem("stop", name, "--now")],
             cwd=folder,
             timeout=STOP_TIMEOUT,
             check=False,
@@ -96,5 +96,5 @@ def _stop(folder: Path, name: str) -> None:
         )
 
 
-def _tandem(*words: str | Path) -> list[str | Path]:
+def tandem(*words: str | Path) -> list[str | Path]:
     return [Path(sys.executable).with_name("tandem"), *words]
