@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
-from makers.config import DatasetMaker, MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
+from makers.config import (
+    DatasetMaker,
+    MakerConfig,
+    ReferenceMaker,
+    RewardMaker,
+    RewardModelMaker,
+    RolloutMaker,
+    TeacherMaker,
+)
 from topology.bundles import Bundle, BundleGroup, bundle_groups, makers_in_turns, total, trainers_in_turns
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import check_own_models, check_teacher_of_ranks, checks_of
@@ -288,6 +296,11 @@ def _maker_memory(maker: MakerConfig, model: ModelInfo) -> tuple[float, float]:
     if isinstance(maker, ReferenceMaker):
         width, runtime = FLOAT_BYTES[maker.dtype], RUNTIME_GIB["reference"]
         state = (model.parameters + maker.micro_batch_tokens * model.vocab) * width / GIB
+        return (runtime, state) if gpu else (runtime + state, 0.0)
+    if isinstance(maker, RewardModelMaker):
+        width, runtime = FLOAT_BYTES[maker.dtype], RUNTIME_GIB["reference"]
+        activations = maker.micro_batch_tokens * (8 * model.hidden + 4 * model.intermediate)  # of one layer at a time
+        state = (model.parameters + activations) * width / GIB
         return (runtime, state) if gpu else (runtime + state, 0.0)
     if isinstance(maker, DatasetMaker):
         return RUNTIME_GIB["dataset"], 0.0

@@ -203,7 +203,7 @@ def _check_reward_functions(config: RunConfig, columns: tuple[str, ...] | None) 
     from makers.rewards.check import check_functions
 
     for group, maker in config.makers.items():
-        if not isinstance(maker, RewardMaker):
+        if not isinstance(maker, RewardMaker) or not maker.functions:
             continue
         try:
             check_functions(maker.functions, columns)

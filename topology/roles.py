@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from buffer.config import Route
-from makers.config import CustomMaker, DatasetMaker, MakerConfig, ModelConfig, RolloutMaker
+from makers.config import (
+    CustomMaker,
+    DatasetMaker,
+    MakerConfig,
+    ModelConfig,
+    RewardModelMaker,
+    RolloutMaker,
+    reward_model_stage,
+)
 from makers.prompts.mixed import FROM_DATASET
 from topology.config import RunConfig
 from trainers.config import RanksConfig
@@ -15,8 +23,10 @@ CRITIC: Final = "critic"
 
 
 def stage_of(maker: MakerConfig, group: str) -> str:
-    """The stage that a maker group fills: its kind, or for a maker of one's own the group's name. A dataset's rows stand where a
-    policy's would."""
+    """The stage that a maker group fills: its kind; of reward models one for each group; of a maker of one's own the group's
+    name. A dataset's rows stand where a policy's would."""
+    if isinstance(maker, RewardModelMaker):
+        return reward_model_stage(group)
     if isinstance(maker, DatasetMaker):
         return "rollout"
     return group if isinstance(maker, CustomMaker) else maker.kind

@@ -134,3 +134,20 @@ def test_whitening_and_figures_leave_masked_samples_out():
 def test_a_reference_that_does_not_fit_its_row_is_refused_with_the_row_id():
     with pytest.raises(ValueError, match="row 7: the reference has 1 log-probs for 5 response tokens"):
         estimated(batch(make_row(7), reference=[[-1.0]]), [[0.0] * 5], kl_coef=0.1)
+
+
+def test_token_rewards_stand_at_their_tokens_and_the_rest_of_the_reward_at_the_last():
+    given = batch(make_row(0, rewards=(4.0, 2.0), lengths=(3, 1)), make_row(1, rewards=(1.0,), lengths=(2,)))
+    given.columns[0]["reward"] = {**given.columns[0]["reward"], "token_rewards": np.array([1, -2, 3, 2], np.float32)}
+
+    found = estimated(given, [[0.0] * 4, [0.0] * 2], lam=0.0)
+
+    assert [row.tolist() for row in found.advantages] == [[1, -2, 3 + 2, 2], [0, 1]]
+    assert estimated(given, [[0.0] * 4, [0.0] * 2]).labels["returns"][0].tolist() == [4, 3, 5, 2]
+
+
+def test_token_rewards_that_do_not_fit_their_row_are_refused_with_the_row_id():
+    given = batch(make_row(7))
+    given.columns[0]["reward"] = {**given.columns[0]["reward"], "token_rewards": np.zeros(2, np.float32)}
+    with pytest.raises(ValueError, match="row 7: 2 token rewards for 5 response tokens"):
+        estimated(given, [[0.0] * 5])
