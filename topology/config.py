@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-import trainers.collecting.config as collecting
 from buffer.config import BufferConfig, Strict
 from makers.config import DATA_PARALLEL, MORE_REPLICAS, MakerConfig, ModelConfig, PromptsConfig
 from trainers.algorithms.config import CALLED_HERE
+from trainers.collecting.config import CollectConfig
 from trainers.config import NOT_OFFERED, MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
 
@@ -111,9 +111,7 @@ class RunConfig(Strict):
     prompts: PromptsConfig
     makers: dict[Annotated[str, Field(pattern=RUN_NAME)], MakerConfig] = Field(min_length=1)
     trainers: TrainersConfig = Field(TrainersConfig(), description="Who learns from the rows. This or `collect`.")
-    collect: collecting.CollectConfig | None = Field(
-        None, description="Rows go to files, and nobody learns. This or `trainers`."
-    )
+    collect: CollectConfig | None = Field(None, description="Rows go to files, and nobody learns. This or `trainers`.")
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
