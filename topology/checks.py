@@ -20,6 +20,7 @@ from makers.config import (
 )
 from topology.config import RunConfig
 from topology.job_checks import JOB_CHECKS
+from topology.mixing_checks import check_mixing
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
 from topology.reward_checks import REWARD_CHECKS, check_head
@@ -152,7 +153,7 @@ def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 yield f"makers.{group}: `sft` learns from completions, not from pairs: name the column `completion`, or use `dpo`"
     elif config.evaluation is not None and config.evaluation.by == "ranks":
         yield f"evaluation.by: ranks score rows of a dataset with `sft` only, but {key} is `{algorithm.type}`: use `makers`"
-    if datasets and not isinstance(algorithm, Sft | Dpo | CustomAlgorithm):
+    if datasets and not makers_that_pull(config) and not isinstance(algorithm, Sft | Dpo | CustomAlgorithm):
         yield (
             f"makers.{next(iter(datasets))}: `{algorithm.type}` needs rows that its policy sampled: use `sft` or `dpo`, or a "
             "group of `kind: rollout`"
@@ -380,6 +381,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     _check_idle_ranks,
     _check_columns,
     _check_datasets,
+    check_mixing,
     _check_optimizer,
     _check_buffer,
     _check_evaluation,

@@ -26,7 +26,17 @@ from topology.checks import check_own_models, check_teacher_of_ranks, checks_of
 from topology.config import ConfigError, RunConfig
 from topology.consumer import COLLECTOR, pace_of
 from topology.models import ModelInfo
-from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, rank_names, samples_of, stage_of
+from topology.roles import (
+    CRITIC,
+    POLICY,
+    maker_names,
+    makers_that_pull,
+    on_policy_of,
+    rank_names,
+    route_of,
+    samples_of,
+    stage_of,
+)
 from topology.scoring_checks import scoring_engine
 from trainers.collecting.config import CollectConfig
 from trainers.config import MegatronBackend
@@ -152,7 +162,8 @@ def past_versions(config: RunConfig) -> int:
 def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "prompts", "buffer", "prompts, paced by staleness"
     for group, maker in config.makers.items():
-        yield "buffer", f"maker/{group}", f"leases{'' if maker.route is None else f' of rows with {maker.route}'}"
+        route = route_of(config, maker)
+        yield "buffer", f"maker/{group}", f"leases{'' if route is None else f' of rows with {route}'}"
         yield f"maker/{group}", "buffer", f"{stage_of(maker, group)} columns, by reference"
         if isinstance(maker, RolloutMaker) and config.collect is None:
             yield "weights", f"maker/{group}", "newest version"
@@ -173,7 +184,10 @@ def _arithmetic(config: RunConfig) -> dict[str, str]:
     trainer, n = config.trainers[POLICY], samples_of(config)
     groups, every = trainer.groups_per_step, config.weights.every
     in_flight = (config.buffer.max_staleness + 1) * groups * every
+    part = on_policy_of(config)
+    mixed = {"rows of the dataset": f"{1 - part:.0%} of all, drawn one by one (1 - lmbda {part:g})"}
     return {
+        **(mixed if part < 1 else {}),
         "samples per step": f"{groups} groups x {n} samples = {groups * n}",
         **{
             f"optimizer steps per step{'' if role == POLICY else f' ({role})'}": str(each.minibatches)

@@ -14,6 +14,7 @@ from makers.config import (
     RolloutMaker,
     reward_model_stage,
 )
+from makers.prompts.mixed import FROM_DATASET
 from topology.config import RunConfig
 from trainers.config import RanksConfig
 
@@ -96,5 +97,21 @@ def routes_of(config: RunConfig) -> dict[str, set[Route | None]]:
     """By stage, of its groups; None: a group that takes every row."""
     routes: dict[str, set[Route | None]] = {stage: set() for stage in stages_of(config)}
     for group, maker in config.makers.items():
-        routes[stage_of(maker, group)].add(maker.route)
+        routes[stage_of(maker, group)].add(route_of(config, maker))
     return routes
+
+
+def on_policy_of(config: RunConfig) -> float:
+    """The fraction of rows that the policy samples; below 1, a dataset gives the others."""
+    policy = config.trainers.policy
+    return 1.0 if policy is None or policy.distill is None else policy.distill.lmbda
+
+
+def route_of(config: RunConfig, maker: MakerConfig) -> Route | None:
+    """The rows a group takes: where rows are mixed, those drawn for its kind; held-out prompts, not drawn, are sampled."""
+    if on_policy_of(config) < 1:
+        if isinstance(maker, DatasetMaker):
+            return Route(column=FROM_DATASET, values=(True,))
+        if isinstance(maker, RolloutMaker):
+            return Route(column=FROM_DATASET, values=(False, None))
+    return maker.route

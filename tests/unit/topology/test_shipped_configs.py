@@ -45,6 +45,7 @@ def model(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
 
 
 MODELS = {  # what their config.json says
+    "tiny-llama-first-1": model(1, 128, 256, 4, 2, 3e5),
     "tiny-llama": model(2, 128, 256, 4, 2, 4e5),
     "tiny-llama-reward": replace(
         model(2, 128, 256, 4, 2, 4e5), architectures=("LlamaForSequenceClassification",), labels=1
