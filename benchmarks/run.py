@@ -26,6 +26,7 @@ BENCHES = (
     "makers_path",
     "learner",
     "rollout",
+    "job",
     "teacher",
     "trainer_overhead",
     "algorithms",

@@ -2,8 +2,8 @@
 
 Columns are flat numpy arrays by name, one dict for one stage of one row; offsets say where each sample begins. A maker checks
 what it made with `validate_answer` before it answers, so an error carries the row and sample it belongs to.
-`rollout`, `reward`, `reference` and `teacher` have the schemas below; the columns of any other stage are flat numeric arrays of
-its own choice.
+`rollout`, `reward`, `reference`, `teacher` and `reward/GROUP` have the schemas below; the columns of any other stage are flat
+numeric arrays of its own choice.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ ROLLOUT: Mapping[str, Column] = {
 }
 REWARD: Mapping[str, Column] = {"rewards": Column(np.float32, "sample")}
 REWARD_FUNCTION = Column(np.float32, "sample")  # of a column named `reward/NAME`, unweighted
+TOKEN_REWARDS: Mapping[str, Column] = {  # optional: what of `rewards` belongs to single tokens; a sample's sum is in it
+    "token_rewards": Column(np.float32, "response token")
+}
+REWARD_MODEL = "reward/"  # how the stage of a group of reward models begins; it has one of these two columns
+SCORES: Mapping[str, Column] = {"scores": Column(np.float32, "sample")}
+TOKEN_SCORES: Mapping[str, Column] = {"token_scores": Column(np.float32, "response token")}
 REFERENCE: Mapping[str, Column] = {
     "reference_logprobs": Column(np.float32, "response token"),  # of a frozen policy, at the row's `temperatures`
 }
@@ -74,8 +80,14 @@ def validate_columns(
             _check_rollout(columns, samples, lease.min_version)
         elif lease.stage == "reward":
             functions = {name: REWARD_FUNCTION for name in columns if name.startswith("reward/")}
-            _check_schema(columns, {**REWARD, **functions})
-            _check_rewards(columns, samples)
+            tokens = {name: column for name, column in TOKEN_REWARDS.items() if name in columns}
+            _check_schema(columns, {**REWARD, **functions, **tokens})
+            _check_rewards({name: array for name, array in columns.items() if name not in tokens}, samples)
+            _check_token_scores(columns, tokens, inputs)
+        elif lease.stage.startswith(REWARD_MODEL):
+            schema = TOKEN_SCORES if "token_scores" in columns else SCORES
+            _check_schema(columns, schema)
+            _check_token_scores(columns, schema, inputs)
         elif lease.stage == "reference":
             _check_schema(columns, REFERENCE)
             _check_reference(columns, inputs)
@@ -171,6 +183,17 @@ def _check_rewards(columns: Mapping[str, np.ndarray], samples: int) -> None:
         if len(rewards) != samples:
             raise ValueError(f"{name} has {len(rewards)} entries for {samples} samples")
         _require_between(rewards, name, "a reward is finite", -LARGEST, LARGEST)
+
+
+def _check_token_scores(
+    columns: Mapping[str, np.ndarray], schema: Mapping[str, Column], inputs: Mapping[str, Columns]
+) -> None:
+    """Of `schema`: as many as there are samples or response tokens, and finite."""
+    for name in schema:
+        offsets = _offsets_of(inputs)
+        _check_lengths(columns, schema, {"response token": int(offsets[-1]), "sample": offsets.size - 1})
+        of_tokens = schema[name].per == "response token"
+        _require_between(columns[name], name, "a score is finite", -LARGEST, LARGEST, offsets if of_tokens else None)
 
 
 def _check_reference(columns: Mapping[str, np.ndarray], inputs: Mapping[str, Columns]) -> None:

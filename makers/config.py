@@ -24,11 +24,20 @@ NOT_EXTRA = {
     "async_scheduling",
     "load_format",
     "generation_config",
+    "override_generation_config",
+    "logits_processors",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "distributed_executor_backend",
     "enable_sleep_mode",
 }
+# Sampling that a trainer's log-probs cannot follow.
+NOT_REPLAYED = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+WHY_NOT_REPLAYED = (
+    "it takes tokens out of the distribution that is sampled from, or shifts them; the trainer's log-probs are of all tokens, "
+    "so every ratio of the two policies would be biased. Leave it out; a lower `temperature`, which the trainer follows, "
+    "sharpens samples without that"
+)
 DATA_PARALLEL = "data_parallel"  # how all of vLLM's arguments for it begin
 MORE_REPLICAS = "data parallelism is several makers, raise `replicas` of the group"
 
@@ -114,6 +123,8 @@ class VllmEngine(Strict):
     def _leave_ours_alone(cls, extra: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(NOT_EXTRA & extra.keys()):
             raise ValueError(f"{', '.join(taken)}: set by Tandem, or a setting of its own beside `extra`")
+        if sampling := sorted(extra.keys() & {*NOT_REPLAYED}):
+            raise ValueError(f"{', '.join(sampling)}: not offered: {WHY_NOT_REPLAYED}")
         if parallel := sorted(key for key in extra if key.startswith(DATA_PARALLEL)):
             raise ValueError(f"{', '.join(parallel)}: {MORE_REPLICAS}")
         return extra
@@ -176,20 +187,78 @@ class RewardFunction(Strict):
         return self
 
 
+class RewardModelTerm(Strict):
+    """What a group of `kind: reward_model` adds to the reward of a sample."""
+
+    group: str = Field(description="Its name in `makers`.")
+    weight: float = 1.0
+    normalise: Literal["none", "group", "running"] = Field("none", description="As of a function.")
+    reduce: Literal["last", "min", "mean", "sum"] | None = Field(
+        None,
+        description="granularity: token: how the scores of a sample's tokens become one. Needed there, and there only.",
+    )
+    per_token: bool = Field(
+        False,
+        description="granularity: token, reduce: sum: also the column `token_rewards`, with which PPO rewards each token where "
+        "it stands. Any other algorithm sees their sum.",
+    )
+
+    @model_validator(mode="after")
+    def _sum_of_tokens(self) -> RewardModelTerm:
+        if self.per_token and (self.reduce != "sum" or self.normalise != "none"):
+            raise ValueError(
+                "`per_token` gives each token its score, a sample their sum: set reduce: sum, normalise: none"
+            )
+        return self
+
+
 class RewardMaker(MakerGroup):
     kind: Literal["reward"]
     resources: Resources = Resources(cpus=0.1)
-    functions: list[RewardFunction] = Field(min_length=1)
+    functions: list[RewardFunction] = []
+    models: list[RewardModelTerm] = Field([], description="Groups of `kind: reward_model` whose scores are added.")
     workers: int = Field(1, ge=1, description="Processes that call reward functions in one maker.")
     slots: int = Field(8, ge=1, description="Rows scored at once by one maker.")
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
 
-    @field_validator("functions")
-    @classmethod
-    def _weighs_something(cls, functions: list[RewardFunction]) -> list[RewardFunction]:
-        if not any(function.weight for function in functions):
-            raise ValueError("every weight is 0, so each reward would be 0: give one function a weight")
-        return functions
+    @model_validator(mode="after")
+    def _weighs_something(self) -> RewardMaker:
+        if not (self.functions or self.models):
+            raise ValueError("nothing gives a reward: name `functions`, `models` or both")
+        if not any([term.weight for term in self.functions] + [term.weight for term in self.models]):
+            raise ValueError("every weight is 0, so each reward would be 0: give one function or model a weight")
+        named = [term.group for term in self.models]
+        if twice := sorted({group for group in named if named.count(group) > 1}):
+            raise ValueError(f"models: {', '.join(twice)} stands twice: name each group once")
+        return self
+
+
+class RewardModelMaker(MakerGroup):
+    """Scores of a frozen classification checkpoint, for reward makers that name the group in their `models`."""
+
+    kind: Literal["reward_model"]
+    resources: Resources = Resources()
+    model: ModelConfig = Field(description="With a head of one score, and the tokenizer of the run's model.")
+    granularity: Literal["sequence", "token"] = Field(
+        "sequence",
+        description="sequence: one score a sample (AutoModelForSequenceClassification); token: one a response token, a process "
+        "reward model (AutoModelForTokenClassification).",
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="Tokens, prompts and padding included, of one forward pass; a longer sample goes alone."
+    )
+    slots: int = Field(8, ge=1, description="Rows held at once by one maker, which computes them one after another.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: resources.cpus.")
+
+    @property
+    def cpu_threads(self) -> int:
+        return self.resources.threads(self.threads)
+
+
+def reward_model_stage(group: str) -> str:
+    """The stage of a row that a group of reward models fills: each its own, since several may score the same row."""
+    return f"reward/{group}"
 
 
 class ReferenceMaker(MakerGroup):
@@ -285,6 +354,7 @@ def _maker_tag(value: Any) -> str:
 MakerConfig = Annotated[
     Annotated[RolloutMaker, Tag("rollout")]
     | Annotated[RewardMaker, Tag("reward")]
+    | Annotated[RewardModelMaker, Tag("reward_model")]
     | Annotated[ReferenceMaker, Tag("reference")]
     | Annotated[DatasetMaker, Tag("dataset")]
     | Annotated[TeacherMaker, Tag("teacher")]

@@ -45,6 +45,11 @@ def build_maker(
         from makers.reward import RewardMaker
 
         return RewardMaker(config, name=name, model_path=model_path)
+    if isinstance(config, settings.RewardModelMaker):
+        from makers.reward_model import RewardModelMaker
+
+        stage = settings.reward_model_stage(name.split("/")[1])  # maker/GROUP/INDEX
+        return RewardModelMaker(config, name=name, stage=stage, model_path=model_path)
     if isinstance(config, settings.TeacherMaker):
         from makers.teacher import TeacherMaker
 

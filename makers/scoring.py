@@ -1,4 +1,4 @@
-"""Log-probs of given tokens under a frozen model: one Hugging Face forward pass, shared by every maker that scores.
+"""Log-probs of given tokens under a frozen model: one Hugging Face forward pass.
 
 Plain transformers rather than an inference engine, because an engine reports the log-probs of a prompt at temperature 1
 only, and what is compared with the behaviour's must be tempered as that was: this needs all logits. They are computed
@@ -35,18 +35,20 @@ class Scored:
     log_probs: Tensor  # float32 [tokens, vocabulary]: of the distribution tempered as the sample was
 
 
-class Scorer:
-    """A causal model of a checkpoint folder that never changes. Synchronous; one call at a time."""
+class FrozenModel:
+    """A model of a checkpoint folder that never changes. Synchronous; one call at a time."""
 
-    def __init__(self, folder: str | Path, *, dtype: str, micro_batch_tokens: int) -> None:
-        from transformers import AutoModelForCausalLM
+    def __init__(self, auto: Any, folder: str | Path, *, dtype: str, micro_batch_tokens: int) -> None:
+        """`auto`: the class of transformers that makes the model. Raises ValueError for a folder without all its weights."""
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         self._home = self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         safe = {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **safe)
-        self._model = model.to(self._device).eval()
+        model, told = auto.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True, **safe)
+        if missing := sorted(told["missing_keys"]):  # transformers would go on with random ones
+            raise ValueError(f"its weights lack {', '.join(missing)}")
+        self._model: Any = model.to(self._device).eval()
         self._micro_batch_tokens = micro_batch_tokens
         self._vocabulary = int(model.config.vocab_size)
         self._max_positions = getattr(model.config, "max_position_embeddings", None)
@@ -57,6 +59,28 @@ class Scorer:
         self._model.to(self._device)
         if self._home.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _ids(self, ids: np.ndarray) -> Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self._device)
+
+    def _check(self, rollout: Columns) -> None:
+        prompt, longest = rollout["prompt_ids"].size, int(np.diff(rollout["response_offsets"]).max())
+        if self._max_positions and prompt + longest > self._max_positions:
+            raise DataFailure(
+                f"{prompt} prompt tokens + {longest} response tokens exceed the {self._max_positions} positions of the model"
+            )
+        highest = max(int(rollout["prompt_ids"].max()), int(rollout["response_ids"].max()))
+        if highest >= self._vocabulary:
+            raise DataFailure(f"token id {highest} is beyond the model's vocabulary of {self._vocabulary}")
+
+
+class Scorer(FrozenModel):
+    """A causal model: log-probs."""
+
+    def __init__(self, folder: str | Path, *, dtype: str, micro_batch_tokens: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(AutoModelForCausalLM, folder, dtype=dtype, micro_batch_tokens=micro_batch_tokens)
 
     @torch.inference_mode()
     def score(self, rollout: Columns) -> Iterator[Scored]:
@@ -84,19 +108,6 @@ class Scorer:
         cache.batch_repeat_interleave(len(targets))
         logits: Tensor = self._model(input_ids=fed, past_key_values=cache, use_cache=True).logits
         return logits
-
-    def _ids(self, ids: np.ndarray) -> Tensor:
-        return torch.from_numpy(ids.astype(np.int64)).to(self._device)
-
-    def _check(self, rollout: Columns) -> None:
-        prompt, longest = rollout["prompt_ids"].size, int(np.diff(rollout["response_offsets"]).max())
-        if self._max_positions and prompt + longest > self._max_positions:
-            raise DataFailure(
-                f"{prompt} prompt tokens + {longest} response tokens exceed the {self._max_positions} positions of the model"
-            )
-        highest = max(int(rollout["prompt_ids"].max()), int(rollout["response_ids"].max()))
-        if highest >= self._vocabulary:
-            raise DataFailure(f"token id {highest} is beyond the model's vocabulary of {self._vocabulary}")
 
 
 def batches_by_length(lengths: np.ndarray, tokens: int) -> list[list[int]]:

@@ -32,7 +32,7 @@ from topology.wire import pack_produced, unpack_lease
 from trainers.recorder import append_event
 
 if TYPE_CHECKING:
-    from buffer.buffer import Buffer, Cut
+    from buffer.buffer import Buffer, Cut, PromptSource
     from makers.parity import Probe
     from trainers.learner import Rendezvous
 
@@ -183,12 +183,16 @@ class BufferActor(Shell):
         from buffer.buffer import Buffer
         from buffer.files import read_cut
         from makers.prompts import open_prompts
+        from makers.prompts.mixed import MixedPrompts
         from topology.consumer import pace_of
-        from topology.roles import routes_of, samples_of, stages_of
+        from topology.roles import on_policy_of, routes_of, samples_of, stages_of
         from trainers.checkpoints import BUFFER_FOLDER
 
         pace = pace_of(self.config)
-        prompts = await asyncio.to_thread(open_prompts, pace.prompts)
+        source = await asyncio.to_thread(open_prompts, pace.prompts)
+        prompts: PromptSource = source
+        if on_policy_of(self.config) < 1:
+            prompts = MixedPrompts(source, on_policy=on_policy_of(self.config), seed=self.config.seed)
         buffer = Buffer(
             pace.buffer,
             prompts,
@@ -307,7 +311,7 @@ class MakerActor(Shell):
         from makers.factory import build_maker
         from topology.bundles import makers_in_turns
         from topology.models import resolve_model
-        from topology.roles import model_of, stage_of
+        from topology.roles import model_of, route_of, stage_of
         from topology.vocabulary import difference
 
         _, group, index = self.identity.name.split("/")
@@ -333,7 +337,8 @@ class MakerActor(Shell):
         stage = stage_of(config, group)
         if self._maker.stage != stage:
             raise ValueError(f"{config.kind} fills the stage `{self._maker.stage}`, so its group must have that name")
-        self._info = MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots, config.route)
+        route = route_of(self.config, config)
+        self._info = MakerInfo(self.identity.name, config.kind, stage, self._needs, self._maker.slots, route)
         self.started = True
         return self._info
 

@@ -10,7 +10,7 @@ from itertools import count, islice
 from typing import Any
 
 from topology.config import ConfigError, RunConfig, parse_config
-from topology.roles import stage_of, stages_of
+from topology.roles import route_of, stage_of, stages_of
 
 
 def grown(
@@ -56,8 +56,10 @@ def shrunk(config: RunConfig, actor: str) -> RunConfig:
             update={"makers": {**config.makers, group: maker.model_copy(update={"replicas": maker.replicas - 1})}}
         )
     others = {name: other for name, other in config.makers.items() if name != group}
-    stage = stage_of(maker, group)
-    if any(stage_of(other, name) == stage and other.route in (None, maker.route) for name, other in others.items()):
+    stage, route = stage_of(maker, group), route_of(config, maker)
+    if any(
+        stage_of(other, name) == stage and route_of(config, other) in (None, route) for name, other in others.items()
+    ):
         return config.model_copy(update={"makers": others})
     return config
 

@@ -58,7 +58,7 @@ def line_chart(series: Sequence[Series], *, label: str, x_label: str = "step", z
     ticks = nice_ticks(low, high if high > low else low + (abs(low) or 1.0))
     xs = [x for x, _ in points]
     frame = Frame(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, ticks[0], ticks[-1])
-    body = _axes(frame, ticks, x_label) + "".join(_line(frame, s, label) for s in clean)
+    body = _axes(frame, ticks, x_label) + "".join(_line(frame, s, label, x_label) for s in clean)
     return _svg(label, body)
 
 
@@ -111,7 +111,7 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     return [_mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
 
 
-def _line(frame: Frame, series: Series, label: str) -> str:
+def _line(frame: Frame, series: Series, label: str, x_label: str) -> str:
     path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in series.points)
     style = f"s{series.color}" + (" faint" if series.faint else "")
     marks = f'<polyline class="line {style}" points="{path}"/>'
@@ -123,7 +123,7 @@ def _line(frame: Frame, series: Series, label: str) -> str:
     if series.faint or len(series.points) > MAX_DOTS:
         return marks
     for x, y in series.points:
-        tip = escape(f"step {x:g}: {series.name or label} {y:.4g}")
+        tip = escape(f"{x_label} {x:g}: {series.name or label} {y:.4g}")
         radius = 4 if series.dots else 2
         marks += f'<circle class="f{series.color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{radius}">'
         marks += f"<title>{tip}</title></circle>"

@@ -20,8 +20,10 @@ from makers.config import (
 )
 from topology.config import RunConfig
 from topology.job_checks import JOB_CHECKS
+from topology.mixing_checks import check_mixing
 from topology.models import SUPPORTED_FAMILIES, ModelInfo
 from topology.placement_checks import PLACEMENT_CHECKS
+from topology.reward_checks import REWARD_CHECKS, check_head
 from topology.roles import POLICY, makers_that_pull, model_of, samples_of, samples_of_row, stages_of
 from topology.scoring_checks import check_references, check_scoring, check_teachers, scoring_engine
 from trainers.config import ClippedPolicy, CustomAlgorithm, DistillAlgorithm, Dpo, MegatronBackend, Ppo, Sft
@@ -151,7 +153,7 @@ def _check_datasets(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 yield f"makers.{group}: `sft` learns from completions, not from pairs: name the column `completion`, or use `dpo`"
     elif config.evaluation is not None and config.evaluation.by == "ranks":
         yield f"evaluation.by: ranks score rows of a dataset with `sft` only, but {key} is `{algorithm.type}`: use `makers`"
-    if datasets and not isinstance(algorithm, Sft | Dpo | CustomAlgorithm):
+    if datasets and not makers_that_pull(config) and not isinstance(algorithm, Sft | Dpo | CustomAlgorithm):
         yield (
             f"makers.{next(iter(datasets))}: `{algorithm.type}` needs rows that its policy sampled: use `sft` or `dpo`, or a "
             "group of `kind: rollout`"
@@ -172,12 +174,13 @@ def _check_groups(config: RunConfig, model: ModelInfo) -> Iterator[str]:
         yield f"makers.*.sampling.n: all rollout groups need the same number of samples, got {sorted(sizes)}"
     rewards = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
     for first, second in _rivals(rewards):
-        if rewards[first].functions != rewards[second].functions:
-            yield (
-                f"makers.{second}.functions: differ from makers.{first}.functions, but a row is scored by one of the two "
-                "groups, whichever is free: give both the same functions, put all of them into one group, or give the groups "
-                "a `route` each, with no value in common"
-            )
+        for what in ("functions", "models"):
+            if getattr(rewards[first], what) != getattr(rewards[second], what):
+                yield (
+                    f"makers.{second}.{what}: differ from makers.{first}.{what}, but a row is scored by one of the two groups, "
+                    f"whichever is free: give both the same {what}, put all of them into one group, or give the groups a "
+                    "`route` each, with no value in common"
+                )
     for kind in (ReferenceMaker, TeacherMaker):
         frozen = {group: maker for group, maker in config.makers.items() if isinstance(maker, kind)}
         for first, second in _rivals(frozen):
@@ -266,35 +269,6 @@ def _check_sampling(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
-def _check_reward_time(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    """The last of `slots` rows waits for all rows before it: a slow function must not look like a hung maker."""
-    for group, maker in config.makers.items():
-        if isinstance(maker, RewardMaker):
-            longest = maker.slots / maker.workers * sum(function.timeout for function in maker.functions)
-            if longest > config.buffer.lease_timeout:
-                yield (
-                    f"makers.{group}: {maker.slots} slots over {maker.workers} worker(s) may take {longest:g} s with these "
-                    f"function timeouts, more than buffer.lease_timeout {config.buffer.lease_timeout:g}: lower slots, raise "
-                    "workers, or raise buffer.lease_timeout"
-                )
-
-
-def _check_overlong(config: RunConfig, model: ModelInfo) -> Iterator[str]:
-    """A penalty that begins beyond what is ever sampled would silently do nothing."""
-    budgets = [maker.sampling.max_tokens for maker in config.makers.values() if isinstance(maker, RolloutMaker)]
-    for group, maker in config.makers.items():
-        for index, function in enumerate(maker.functions if isinstance(maker, RewardMaker) else ()):
-            options = function.options
-            if function.name != "overlong" or not {"max_tokens", "cache"} <= options.keys() or not budgets:
-                continue
-            free = options["max_tokens"] - options["cache"]
-            if free >= max(budgets):
-                yield (
-                    f"makers.{group}.functions.{index}.options: the penalty begins after {free} tokens (max_tokens - cache), "
-                    f"but no sample is longer than sampling.max_tokens {max(budgets)}: lower max_tokens, or raise cache"
-                )
-
-
 def _check_optimizer(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     steps = config.trainers[POLICY].steps
     for role, trainer in config.trainers.items():
@@ -341,6 +315,7 @@ def check_own_models(config: RunConfig, own_models: Mapping[str, ModelInfo]) -> 
     for group, own in own_models.items():
         yield from _check_engine(group, config.makers[group], own)
         yield from check_scoring(config, group, own)
+        yield from check_head(config, group, own)
         if scoring_engine(config.makers[group]) is not None:
             continue  # its engine says how much it takes
         for rollout, maker in config.makers.items():
@@ -393,11 +368,10 @@ CHECKS: tuple[Check, ...] = (
     _check_groups,
     _check_engines,
     _check_sampling,
-    _check_reward_time,
-    _check_overlong,
     _check_cluster,
     check_teachers,
     check_references,
+    *REWARD_CHECKS,
     *PLACEMENT_CHECKS,
 )
 TRAINING_CHECKS: tuple[Check, ...] = (
@@ -407,6 +381,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     _check_idle_ranks,
     _check_columns,
     _check_datasets,
+    check_mixing,
     _check_optimizer,
     _check_buffer,
     _check_evaluation,

@@ -183,7 +183,7 @@ def stop(
         with err.status(f"stopping {found.name} ..."):
             ended = found.stop(now)
         cause = f" ({ended['cause']})" if ended.get("cause") else ""
-        out.print(f"run {found.name}: {ended['state']} at step {ended['step']}{cause}", markup=False, soft_wrap=True)
+        out.print(f"run {found.name}: {ended['state']} at {_reached(ended)}{cause}", markup=False, soft_wrap=True)
         if ended["state"] == "failed":
             raise typer.Exit(FAILED)
 
@@ -297,6 +297,10 @@ def _ask_to_stop(run: Any) -> bool:
     return False
 
 
+def _reached(status: dict[str, Any]) -> str:
+    return f"{'part' if status.get('collected') else 'step'} {status['step']}"
+
+
 def _finish(run: Any, ended: dict[str, Any]) -> NoReturn:
     from topology.report import build_report, summary
 
@@ -309,9 +313,9 @@ def _finish(run: Any, ended: dict[str, Any]) -> NoReturn:
             err.print(f"no report: {escape(str(error))}")
     if ended["state"] == "failed":
         _leave(f"[red]run {run.name} failed:[/red] {escape(str(ended['cause']))}", FAILED)
-    steps = f"{ended['step']} of {ended['steps']}" if ended.get("steps") else ended["step"]
+    total = f" of {ended['steps']}" if ended.get("steps") else ""
     cause = f" ({ended['cause']})" if ended.get("cause") else ""
-    told = f"run {run.name}: {ended['state']} at step {steps}{cause}, folder {run.folder.path}"
+    told = f"run {run.name}: {ended['state']} at {_reached(ended)}{total}{cause}, folder {run.folder.path}"
     out.print(told, soft_wrap=True, markup=False)
     raise typer.Exit(0)
 

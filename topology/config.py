@@ -15,10 +15,18 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-import trainers.collecting.config as collecting
 from buffer.config import BufferConfig, Strict
-from makers.config import DATA_PARALLEL, MORE_REPLICAS, MakerConfig, ModelConfig, PromptsConfig
+from makers.config import (
+    DATA_PARALLEL,
+    MORE_REPLICAS,
+    NOT_REPLAYED,
+    WHY_NOT_REPLAYED,
+    MakerConfig,
+    ModelConfig,
+    PromptsConfig,
+)
 from trainers.algorithms.config import CALLED_HERE
+from trainers.collecting.config import CollectConfig
 from trainers.config import NOT_OFFERED, MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
 
@@ -111,9 +119,7 @@ class RunConfig(Strict):
     prompts: PromptsConfig
     makers: dict[Annotated[str, Field(pattern=RUN_NAME)], MakerConfig] = Field(min_length=1)
     trainers: TrainersConfig = Field(TrainersConfig(), description="Who learns from the rows. This or `collect`.")
-    collect: collecting.CollectConfig | None = Field(
-        None, description="Rows go to files, and nobody learns. This or `trainers`."
-    )
+    collect: CollectConfig | None = Field(None, description="Rows go to files, and nobody learns. This or `trainers`.")
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -258,14 +264,6 @@ def _describe(problem: Any, data: Any) -> str:
         expected = problem.get("ctx", {}).get("expected_tags", "").replace(", 'custom'", "")
         return f"{where}: unknown kind or type{'' if not expected else f'; known: {expected}'}, or package.module:Name"
     return f"{where}: {message} (given: {_shown(given)})"
-
-
-NOT_REPLAYED = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-WHY_NOT_REPLAYED = (
-    "it takes tokens out of the distribution that is sampled from, or shifts them; the trainer's log-probs are of all tokens, "
-    "so every ratio of the two policies would be biased. Leave it out; a lower `temperature`, which the trainer follows, "
-    "sharpens samples without that"
-)
 
 
 def _unknown(path: list[str]) -> str:

@@ -42,6 +42,11 @@ class History:
         return [(row["step"], row[key]) for row in self.steps if isinstance(row.get(key), int | float)]
 
     @property
+    def is_job(self) -> bool:
+        """Nobody trained: a line of metrics is of a part, and counts what was collected."""
+        return any("collected/rows" in row for row in self.steps)
+
+    @property
     def held_out(self) -> list[Held]:
         scores = {
             event["step"]: Held(event["step"], event["score"], event.get("stderr") or 0.0)

@@ -31,6 +31,7 @@ PHASES = {
     "hand_over": "handing the devices over",
     "evaluate": "evaluating on held-out prompts",
     "checkpoint": "writing a checkpoint",
+    "write": "writing a part",
 }
 
 Status = Mapping[str, Any]
@@ -122,18 +123,19 @@ class LiveView:
 def _lines(status: Status, metrics: Metrics) -> list[tuple[str, RenderableType]]:
     """(name, content) of every line that there is something to say in; a run that is just starting has few."""
     row: Mapping[str, Any] = metrics[-1] if metrics else {}
+    is_job = bool(status.get("collected"))
     lines: list[tuple[str, RenderableType]] = []
     if "steps" in status:
-        lines.append(("step", _progress(status, metrics)))
-    if status.get("collected"):
+        lines.append(("part" if is_job else "step", _progress(status, metrics)))
+    if is_job:
         lines.append(("collected", _collected(status["collected"])))
     if status.get("phase") and status["state"] not in ENDED:
-        lines.append(("trainer", PHASES.get(status["phase"], str(status["phase"]))))
+        lines.append(("collector" if is_job else "trainer", PHASES.get(status["phase"], str(status["phase"]))))
     if row:
         lines.append(("reward", _reward(metrics, status.get("held_out"))))
     if "staleness/max" in row:
         lines.append(("staleness", _staleness(row)))
-    if "versions" in status:
+    if "versions" in status and not is_job:
         lines.append(("versions", _versions(status["versions"])))
     if "buffer" in status:
         lines.append(("buffer", _buffer(status["buffer"])))
@@ -162,7 +164,7 @@ def _collected(figures: Mapping[str, Any]) -> str:
 
 def _progress(status: Status, metrics: Metrics) -> RenderableType:
     if status["steps"] is None:
-        return Text(_count(status["step"], None), style="bold")
+        return Text(f"{status['step']}", style="bold")
     left = seconds_left(status, metrics)
     grid = Table.grid(padding=(0, 2))
     count = Text(f"{status['step']}/{status['steps']}", style="bold")
@@ -206,6 +208,8 @@ def _ledger(ledger: Mapping[str, Any]) -> str:
 
 def _rates(row: Mapping[str, Any]) -> str:
     generated, trained = row.get("tokens_per_s/generated"), row.get("tokens_per_s/trained")
+    if "collected/rows" in row:
+        return f"{_number(generated, '.0f')} tokens/s generated"
     parts = [f"{_number(generated, '.0f')} tokens/s generated, {_number(trained, '.0f')} trained"]
     parts += [
         f"idle: trainer {_number(row.get('idle/trainer'), '.0%')}, makers {_number(row.get('idle/maker'), '.0%')}"

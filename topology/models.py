@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+CAUSAL, SEQUENCE, TOKEN = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 # `model_type` values that the trainer can load and export
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -52,6 +53,8 @@ class ModelInfo:
     has_chat_template: bool
     experts: int = 0  # of each layer; 0: every token goes through the same weights
     expert_intermediate: int = 0  # MLP rows of one expert
+    architectures: tuple[str, ...] = ()  # class names of transformers
+    labels: int = 0  # of a classification head, as transformers counts them
 
 
 def resolve_model(path: str, cache: Path | None = None) -> Path:
@@ -109,6 +112,8 @@ def model_info(folder: Path | str) -> ModelInfo:
         max_positions=int(config.get("max_position_embeddings") or 0),
         parameters=_count_parameters(**shape),
         has_chat_template=_has_chat_template(folder),
+        architectures=tuple(config.get("architectures") or ()),
+        labels=len(config.get("id2label") or "01"),  # transformers leaves out its default of two
     )
 
 
@@ -244,7 +249,10 @@ def _make_first_layers(folder: Path, whole: Path, layers: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    there = model_info(whole).layers
+    found = model_info(whole)
+    if not all(name.endswith(CAUSAL) for name in found.architectures):
+        raise ModelError(f"first layers are taken of a language model, not of {', '.join(found.architectures)}")
+    there = found.layers
     if not 1 <= layers < there:
         raise ModelError(f"{layers} first layers of a model with {there}: use 1 to {there - 1}")
     model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16)
@@ -255,10 +263,14 @@ def _make_first_layers(folder: Path, whole: Path, layers: int) -> None:
     _save(folder, model, AutoTokenizer.from_pretrained(whole))
 
 
-def _make_tiny(folder: Path, family: str) -> None:
-    """A random two-layer model with a byte-level vocabulary. Values are exact in bfloat16."""
+def _make_tiny(folder: Path, family: str, head: str = CAUSAL) -> None:
+    """A random two-layer model with a byte-level vocabulary. Values are exact in bfloat16.
+
+    `head`: how the class of transformers ends; a classification head has one label.
+    """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     tokenizer = _byte_tokenizer()
     config = AutoConfig.for_model(
@@ -276,9 +288,10 @@ def _make_tiny(folder: Path, family: str) -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **({} if head == CAUSAL else {"num_labels": 1}),
     )
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = getattr(transformers, f"AutoModel{head}").from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(1234)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -310,10 +323,12 @@ def _save(folder: Path, model: Any, tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise ModelError(f"{folder.name}: the prepared tokenizer has no chat template")
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    for config in (model.config, model.generation_config):
+    generation = getattr(model, "generation_config", None)  # a classifier has none
+    for config in filter(None, (model.config, generation)):
         config.eos_token_id = end
         config.pad_token_id = end if pad is None else pad
-    model.generation_config.do_sample = False
+    if generation is not None:
+        generation.do_sample = False
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -332,6 +347,8 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "tiny-qwen2": partial(_make_tiny, family="qwen2"),
     "tiny-qwen3": partial(_make_tiny, family="qwen3"),
     "tiny-qwen3-moe": partial(_make_tiny, family="qwen3_moe"),
+    "tiny-llama-reward": partial(_make_tiny, family="llama", head=SEQUENCE),
+    "tiny-llama-process-reward": partial(_make_tiny, family="llama", head=TOKEN),
 }
 
 

@@ -11,14 +11,32 @@ from dataclasses import dataclass, replace
 
 from buffer.config import Resources
 from buffer.table import worst_case_age
-from makers.config import DatasetMaker, MakerConfig, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
+from makers.config import (
+    DatasetMaker,
+    MakerConfig,
+    ReferenceMaker,
+    RewardMaker,
+    RewardModelMaker,
+    RolloutMaker,
+    TeacherMaker,
+)
 from topology.bundles import Bundle, BundleGroup, bundle_groups, makers_in_turns, total, trainers_in_turns
 from topology.capacity import Capacity, NodeLoad, PlannedActor, lay_out
 from topology.checks import check_own_models, check_teacher_of_ranks, checks_of
 from topology.config import ConfigError, RunConfig
 from topology.consumer import COLLECTOR, pace_of
 from topology.models import ModelInfo
-from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, rank_names, samples_of, stage_of
+from topology.roles import (
+    CRITIC,
+    POLICY,
+    maker_names,
+    makers_that_pull,
+    on_policy_of,
+    rank_names,
+    route_of,
+    samples_of,
+    stage_of,
+)
 from topology.scoring_checks import scoring_engine
 from trainers.collecting.config import CollectConfig
 from trainers.config import MegatronBackend
@@ -144,7 +162,8 @@ def past_versions(config: RunConfig) -> int:
 def _edges(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield "prompts", "buffer", "prompts, paced by staleness"
     for group, maker in config.makers.items():
-        yield "buffer", f"maker/{group}", f"leases{'' if maker.route is None else f' of rows with {maker.route}'}"
+        route = route_of(config, maker)
+        yield "buffer", f"maker/{group}", f"leases{'' if route is None else f' of rows with {route}'}"
         yield f"maker/{group}", "buffer", f"{stage_of(maker, group)} columns, by reference"
         if isinstance(maker, RolloutMaker) and config.collect is None:
             yield "weights", f"maker/{group}", "newest version"
@@ -165,7 +184,10 @@ def _arithmetic(config: RunConfig) -> dict[str, str]:
     trainer, n = config.trainers[POLICY], samples_of(config)
     groups, every = trainer.groups_per_step, config.weights.every
     in_flight = (config.buffer.max_staleness + 1) * groups * every
+    part = on_policy_of(config)
+    mixed = {"rows of the dataset": f"{1 - part:.0%} of all, drawn one by one (1 - lmbda {part:g})"}
     return {
+        **(mixed if part < 1 else {}),
         "samples per step": f"{groups} groups x {n} samples = {groups * n}",
         **{
             f"optimizer steps per step{'' if role == POLICY else f' ({role})'}": str(each.minibatches)
@@ -274,6 +296,11 @@ def _maker_memory(maker: MakerConfig, model: ModelInfo) -> tuple[float, float]:
     if isinstance(maker, ReferenceMaker):
         width, runtime = FLOAT_BYTES[maker.dtype], RUNTIME_GIB["reference"]
         state = (model.parameters + maker.micro_batch_tokens * model.vocab) * width / GIB
+        return (runtime, state) if gpu else (runtime + state, 0.0)
+    if isinstance(maker, RewardModelMaker):
+        width, runtime = FLOAT_BYTES[maker.dtype], RUNTIME_GIB["reference"]
+        activations = maker.micro_batch_tokens * (8 * model.hidden + 4 * model.intermediate)  # of one layer at a time
+        state = (model.parameters + activations) * width / GIB
         return (runtime, state) if gpu else (runtime + state, 0.0)
     if isinstance(maker, DatasetMaker):
         return RUNTIME_GIB["dataset"], 0.0

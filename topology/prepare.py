@@ -14,13 +14,15 @@ from typing import Any
 import psutil
 
 from makers.config import CustomMaker, FilePrompts, ModelConfig, RewardMaker
+from makers.prompts import PromptsError
+from makers.prompts.mixed import refuse_reserved
 from topology.bundles import Node
 from topology.capacity import Capacity
 from topology.config import ConfigError, RunConfig, load_config
 from topology.joining import cluster_address, connected
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.plan import GIB, Plan, make_plan
-from topology.roles import model_of
+from topology.roles import model_of, on_policy_of
 from topology.vocabulary import difference
 from trainers.config import CustomAlgorithm, TrainerConfig
 
@@ -144,7 +146,7 @@ def _absolute_paths(config: RunConfig) -> RunConfig:
 
 def _check_prompts(config: RunConfig, model: ModelInfo) -> tuple[str, ...] | None:
     """The columns of the training prompts, None if that is not known before they are read."""
-    from makers.prompts import PromptsError, check_prompts, take
+    from makers.prompts import check_prompts, take
 
     sources = {"prompts": (config.prompts, 1)}
     if config.evaluation is not None:
@@ -168,6 +170,11 @@ def _check_prompts(config: RunConfig, model: ModelInfo) -> tuple[str, ...] | Non
 
 
 def _check_routes(config: RunConfig, columns: tuple[str, ...] | None) -> None:
+    if on_policy_of(config) < 1:
+        try:
+            refuse_reserved(columns or ())
+        except PromptsError as error:
+            raise ConfigError(f"prompts: {error}") from None
     for group, maker in config.makers.items():
         route = maker.route
         if route and columns is not None and route.column not in columns and None not in route.values:
@@ -196,7 +203,7 @@ def _check_reward_functions(config: RunConfig, columns: tuple[str, ...] | None) 
     from makers.rewards.check import check_functions
 
     for group, maker in config.makers.items():
-        if not isinstance(maker, RewardMaker):
+        if not isinstance(maker, RewardMaker) or not maker.functions:
             continue
         try:
             check_functions(maker.functions, columns)

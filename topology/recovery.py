@@ -28,7 +28,7 @@ from topology.crew import Origin, RunFailed
 from topology.handles import ActorLost, call
 from topology.lifecycle import NotAllowed
 from topology.members import Member
-from topology.roles import routes_of, stage_of
+from topology.roles import route_of, routes_of, stage_of
 from topology.shifts import own_bundle
 from trainers.checkpoints import CheckpointError, last_whole
 
@@ -259,7 +259,7 @@ class Recovery:
     def _others_fill(self, gone: Member) -> bool:
         group = group_of(gone.name)
         maker = self._crew.config.makers[group]
-        stage, route = stage_of(maker, group), maker.route
+        stage, route = stage_of(maker, group), route_of(self._crew.config, maker)
         fills = [other for other in self._crew.kind("maker") if self._fills(other, stage, route)]
         return any(member.state not in ("retired", "draining") for member in fills)
 
@@ -267,7 +267,7 @@ class Recovery:
         """Whether the maker takes all rows of this route."""
         group = group_of(member.name)
         maker = self._crew.config.makers[group]
-        return stage_of(maker, group) == stage and maker.route in (None, route)
+        return stage_of(maker, group) == stage and route_of(self._crew.config, maker) in (None, route)
 
     # --- after a death of the supervisor itself -----------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from topology.charts import Series, line_chart, moving_average, stacked_bars
 from topology.history import History, Summary, read_history, summarise
-from topology.report_page import PAGE
+from topology.job_report import job_cards, job_charts
+from topology.report_page import PAGE, duration, figure, number
 
 SMOOTH = 5  # steps of the moving average drawn over the reward
 LABELS = {
@@ -43,7 +44,7 @@ def build_report(run_folder: Path) -> Path:
             title=escape(history.name),
             state=escape(history.state),
             cause=f'<p class="cause">{escape(history.cause)}</p>' if history.cause else "",
-            cards="".join(_card(*card) for card in _cards(figures)),
+            cards="".join(_card(*card) for card in _cards(history, figures)),
             bound=_bound(figures),
             charts="".join(_charts(history)),
             events=_events(history),
@@ -61,10 +62,11 @@ def summary(run_folder: Path) -> RenderableType:
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for name, value, note in _cards(figures):
+    for name, value, note in _cards(history, figures):
         table.add_row(name, Text.assemble((value, "bold"), f"  {note}" if note else ""))
-    shares = ", ".join(f"{LABELS[name]} {share:.0%}" for name, share in figures.time_shares.items())
-    table.add_row("trainer's time", shares)
+    if not history.is_job:
+        shares = ", ".join(f"{LABELS[name]} {share:.0%}" for name, share in figures.time_shares.items())
+        table.add_row("trainer's time", shares)
     if figures.bound_by:
         table.add_row("bound by", Text.assemble((figures.bound_by, "bold"), f"  {figures.knob or ''}"))
     lost = [f"{count:g} {kind}" for kind, count in figures.failures.items() if count]
@@ -76,12 +78,14 @@ def summary(run_folder: Path) -> RenderableType:
     return Group(panel, Text(history.cause, style=style)) if history.cause else panel
 
 
-def _cards(figures: Summary) -> list[tuple[str, str, str]]:
+def _cards(history: History, figures: Summary) -> list[tuple[str, str, str]]:
     """(name, value, note) of the figures at the top."""
+    if history.is_job:
+        return job_cards(history, figures)
     first, last = figures.reward_first, figures.reward_last
     cards = [
-        ("steps", f"{figures.steps}", f"in {_duration(figures.seconds)}"),
-        ("reward", f"{_number(first)} → {_number(last)}", "mean of the first and the last 5 steps"),
+        ("steps", f"{figures.steps}", f"in {duration(figures.seconds)}"),
+        ("reward", f"{number(first)} → {number(last)}", "mean of the first and the last 5 steps"),
     ]
     before, after = figures.held_before, figures.held_after
     if before is not None:
@@ -89,9 +93,9 @@ def _cards(figures: Summary) -> list[tuple[str, str, str]]:
         note = f"{after.score - before.score:+.3f} (± {_gap_error(figures):.3f})" if after else f"at step {before.step}"
         cards.append(("held-out score", value, note))
     cards += [
-        ("max staleness", _number(figures.max_staleness, "g"), "published versions behind, at training"),
-        ("tokens/s generated", _number(figures.generated_per_s, ".0f"), "all makers together"),
-        ("tokens/s trained", _number(figures.trained_per_s, ".0f"), "response tokens of trained rows"),
+        ("max staleness", number(figures.max_staleness, "g"), "published versions behind, at training"),
+        ("tokens/s generated", number(figures.generated_per_s, ".0f"), "all makers together"),
+        ("tokens/s trained", number(figures.trained_per_s, ".0f"), "response tokens of trained rows"),
     ]
     return cards
 
@@ -102,10 +106,13 @@ def _gap_error(figures: Summary) -> float:
 
 
 def _charts(history: History) -> Iterable[str]:
+    if history.is_job:
+        yield from job_charts(history)
+        return
     reward = history.series("reward/mean")
     smooth = moving_average([value for _, value in reward], SMOOTH)
     trend = [(step, value) for (step, _), value in zip(reward, smooth, strict=True)]
-    yield _figure(
+    yield figure(
         "Reward",
         "mean over the samples of a step, and its mean over 5 steps",
         line_chart([Series("", reward, 0, faint=True), Series("mean of 5", trend, 0)], label="reward"),
@@ -113,38 +120,30 @@ def _charts(history: History) -> Iterable[str]:
     held = history.held_out
     points = [(item.step, item.score) for item in held]
     line = Series("score", points, 1, dots=True, errors=[item.error for item in held])
-    yield _figure("Held-out score", "prompts nobody trains on, ± one standard error", line_chart([line], label="score"))
+    yield figure("Held-out score", "prompts nobody trains on, ± one standard error", line_chart([line], label="score"))
     layers = [(LABELS[name], COLORS[name], values) for name, values in history.time_split()]
     bars = stacked_bars([row["step"] for row in history.steps], layers, label="time of a step", unit="s")
     keys = [Series(name, (), color) for name, color, _ in layers]
-    yield _figure("Trainer's time", "seconds of each step", bars, keys)
+    yield figure("Trainer's time", "seconds of each step", bars, keys)
     age = [
         Series("mean", history.series("staleness/mean"), 2),
         Series("max", history.series("staleness/max"), 3),
     ]
-    yield _figure("Staleness", "published versions a row was behind", line_chart(age, label="age", zero=True), age)
+    yield figure("Staleness", "published versions a row was behind", line_chart(age, label="age", zero=True), age)
     rates = [
         Series("generated", history.series("tokens_per_s/generated"), 4),
         Series("trained", history.series("tokens_per_s/trained"), 0),
     ]
-    yield _figure("Tokens per second", "over each step", line_chart(rates, label="tokens/s", zero=True), rates)
+    yield figure("Tokens per second", "over each step", line_chart(rates, label="tokens/s", zero=True), rates)
     length = [
         Series("mean", history.series("response_length/mean"), 4),
         Series("max", history.series("response_length/max"), 3),
     ]
-    yield _figure("Response length", "tokens", line_chart(length, label="tokens", zero=True), length)
+    yield figure("Response length", "tokens", line_chart(length, label="tokens", zero=True), length)
     gap = [Series("k3 KL", history.series("mismatch/kl"), 5)]
-    yield _figure("Trainer against maker", "KL at equal version", line_chart(gap, label="mismatch", zero=True))
+    yield figure("Trainer against maker", "KL at equal version", line_chart(gap, label="mismatch", zero=True))
     entropy = [Series("entropy", history.series("entropy"), 1)]
-    yield _figure("Entropy", "nats a token", line_chart(entropy, label="entropy"))
-
-
-def _figure(title: str, note: str, svg: str, legend: Iterable[Series] = ()) -> str:
-    keys = "".join(f'<span class="key"><i class="b{s.color}"></i>{escape(s.name)}</span>' for s in legend)
-    return (
-        f"<figure><figcaption><b>{escape(title)}</b> <small>{escape(note)}</small>"
-        f"<div>{keys}</div></figcaption>{svg}</figure>"
-    )
+    yield figure("Entropy", "nats a token", line_chart(entropy, label="entropy"))
 
 
 def _card(name: str, value: str, note: str) -> str:
@@ -169,13 +168,3 @@ def _events(history: History) -> str:
 
 def _plain(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _number(value: float | None, form: str = ".3f") -> str:
-    return "–" if value is None else format(value, form)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

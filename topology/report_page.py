@@ -1,4 +1,14 @@
-"""The page that `report.html` is filled into. Doubled braces are literal: the text goes through `str.format`."""
+"""The page that `report.html` is filled into, and how a figure and a number are written on it.
+
+Braces in `PAGE` are doubled where they are literal: the text goes through `str.format`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from topology.charts import Series
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -68,3 +78,21 @@ td:first-child, td:nth-child(2) {{ white-space: nowrap; color: var(--soft); }}
 </main></body>
 </html>
 """
+
+
+def figure(title: str, note: str, svg: str, legend: Iterable[Series] = ()) -> str:
+    keys = "".join(f'<span class="key"><i class="b{s.color}"></i>{escape(s.name)}</span>' for s in legend)
+    return (
+        f"<figure><figcaption><b>{escape(title)}</b> <small>{escape(note)}</small>"
+        f"<div>{keys}</div></figcaption>{svg}</figure>"
+    )
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

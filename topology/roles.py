@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from buffer.config import Route
-from makers.config import CustomMaker, DatasetMaker, MakerConfig, ModelConfig, RolloutMaker
+from makers.config import (
+    CustomMaker,
+    DatasetMaker,
+    MakerConfig,
+    ModelConfig,
+    RewardModelMaker,
+    RolloutMaker,
+    reward_model_stage,
+)
+from makers.prompts.mixed import FROM_DATASET
 from topology.config import RunConfig
 from trainers.config import RanksConfig
 
@@ -14,8 +23,10 @@ CRITIC: Final = "critic"
 
 
 def stage_of(maker: MakerConfig, group: str) -> str:
-    """The stage that a maker group fills: its kind, or for a maker of one's own the group's name. A dataset's rows stand where a
-    policy's would."""
+    """The stage that a maker group fills: its kind; of reward models one for each group; of a maker of one's own the group's
+    name. A dataset's rows stand where a policy's would."""
+    if isinstance(maker, RewardModelMaker):
+        return reward_model_stage(group)
     if isinstance(maker, DatasetMaker):
         return "rollout"
     return group if isinstance(maker, CustomMaker) else maker.kind
@@ -86,5 +97,21 @@ def routes_of(config: RunConfig) -> dict[str, set[Route | None]]:
     """By stage, of its groups; None: a group that takes every row."""
     routes: dict[str, set[Route | None]] = {stage: set() for stage in stages_of(config)}
     for group, maker in config.makers.items():
-        routes[stage_of(maker, group)].add(maker.route)
+        routes[stage_of(maker, group)].add(route_of(config, maker))
     return routes
+
+
+def on_policy_of(config: RunConfig) -> float:
+    """The fraction of rows that the policy samples; below 1, a dataset gives the others."""
+    policy = config.trainers.policy
+    return 1.0 if policy is None or policy.distill is None else policy.distill.lmbda
+
+
+def route_of(config: RunConfig, maker: MakerConfig) -> Route | None:
+    """The rows a group takes: where rows are mixed, those drawn for its kind; held-out prompts, not drawn, are sampled."""
+    if on_policy_of(config) < 1:
+        if isinstance(maker, DatasetMaker):
+            return Route(column=FROM_DATASET, values=(True,))
+        if isinstance(maker, RolloutMaker):
+            return Route(column=FROM_DATASET, values=(False, None))
+    return maker.route

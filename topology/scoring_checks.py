@@ -8,6 +8,7 @@ from makers.config import ReferenceMaker, RolloutMaker, TeacherMaker, VllmEngine
 from topology.config import RunConfig
 from topology.models import ModelInfo
 from topology.roles import POLICY
+from trainers.config import GroupPolicy
 
 
 def scoring_engine(maker: object) -> VllmEngine | None:
@@ -34,6 +35,18 @@ def check_teachers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 
 
 def check_references(config: RunConfig, model: ModelInfo) -> Iterator[str]:
+    references = [group for group, maker in config.makers.items() if isinstance(maker, ReferenceMaker)]
+    algorithm = None if config.collect is not None else config.trainers[POLICY].algorithm
+    if (
+        references
+        and isinstance(algorithm, GroupPolicy)
+        and algorithm.penalises_loss
+        and algorithm.reference == "start"
+    ):
+        yield (
+            f"trainers.policy.algorithm.reference: start: KL would be to the start weights, not to makers.{references[0]}: "
+            "set it to `maker`, or remove the group"
+        )
     for group, maker in config.makers.items():
         if not isinstance(maker, ReferenceMaker) or maker.engine is None:
             continue

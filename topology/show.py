@@ -28,7 +28,8 @@ def render_plan(config: RunConfig, plan: Plan) -> RenderableType:
     numbers = Table(show_header=False, box=None)
     for what, value in plan.arithmetic.items():
         numbers.add_row(what, value)
-    numbers.add_row("worst-case staleness", f"{plan.worst_case_staleness} version(s), {_order(config)}")
+    if config.collect is None:
+        numbers.add_row("worst-case staleness", f"{plan.worst_case_staleness} version(s), {_order(config)}")
     warnings = [Text(f"note: {warning}", style="yellow") for warning in plan.warnings]
     parts = [_actors(config, plan), _bundles(plan), _nodes(plan), edges, numbers]
     spaced = [part for table in parts for part in (table, Text())][:-1]

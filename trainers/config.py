@@ -264,6 +264,12 @@ class DistillConfig(Strict):
     beta: float = Field(
         0.5, gt=0, lt=1, description="Of `jsd`: towards 0 it is like forward_kl, towards 1 like reverse_kl."
     )
+    lmbda: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Fraction of the rows that the policy samples; below 1 a group of `kind: dataset` gives the others.",
+    )
     coef: float = Field(1.0, ge=0, description="Weight of the divergence, a mean over tokens as `normalise` says.")
     sft_alpha: float = Field(
         0.0, ge=0, description="Weight of the cross entropy of a row's own tokens, on rows that no policy sampled."

@@ -1,10 +1,11 @@
 """What a PPO controller makes of the rewards and values of one step. Pure, numpy only.
 
 The reward of a token is -kl_coef * KL(behaviour, reference), and that of a sample's last token has the sample's reward
-added. KL is between the policies that are at hand without another forward pass: the one that sampled the token, and the
-frozen one of the stage `reference`. A sample's end is an end, at `max_tokens` too: its reward function has judged what is
-there, nothing follows. With `bootstrap_truncated` a truncated sample goes on being worth its last value, that of the state
-before its last token (the state after it is never computed).
+added. Where the stage `reward` has `token_rewards`, each stands at its own token, and the last one gets what the sample's
+reward has beyond their sum. KL is between the policies that are at hand without another forward pass: the one that sampled
+the token, and the frozen one of the stage `reference`. A sample's end is an end, at `max_tokens` too: its reward function
+has judged what is there, nothing follows. With `bootstrap_truncated` a truncated sample goes on being worth its last value,
+that of the state before its last token (the state after it is never computed).
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ class Estimates:
     labels: dict[str, tuple[np.ndarray, ...]]  # what a critic learns from
     mean_return: float
     explained_variance: float | None  # of the values, before this step
-    kl: float | None  # nats a token; None without a reference
-    kl_penalty: float | None  # mean over samples of what KL took from their reward
 
 
 def estimate(
@@ -57,10 +56,9 @@ def estimate(
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     old, truncated = np.concatenate(values), np.concatenate(batch.truncated)
     valid = np.repeat(np.concatenate(masks), lengths)
-    per_token = token_rewards(np.concatenate(rewards), offsets)
-    kl = np.concatenate(kl_to_reference(batch, settings.kl_estimator)) if settings.kl_coef > 0 else None
-    if kl is not None:
-        per_token -= settings.kl_coef * kl
+    per_token = _per_token(batch, np.concatenate(rewards), offsets)
+    if settings.kl_coef > 0:
+        per_token -= settings.kl_coef * np.concatenate(kl_to_reference(batch, settings.kl_estimator))
     beyond = np.where(truncated & settings.bootstrap_truncated, old[offsets[1:] - 1], 0.0)
     raw = generalised_advantages(per_token, old, beyond, offsets, gamma=settings.gamma, lam=settings.lam)
     returns = raw + old
@@ -71,9 +69,23 @@ def estimate(
         labels={RETURNS: tuple(np.split(returns, ends)), VALUES: tuple(np.split(old, ends))},
         mean_return=float(returns[valid].mean()),
         explained_variance=explained_variance(old[valid], returns[valid]),
-        kl=None if kl is None else float(kl[valid].mean()),
-        kl_penalty=None if kl is None else float(settings.kl_coef * np.add.reduceat(kl, offsets[:-1]).mean()),
     )
+
+
+def _per_token(batch: Batch, rewards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Rewards [samples] at the tokens that they are for, float32 [T of all rows]."""
+    if not any("token_rewards" in columns["reward"] for columns in batch.columns):
+        return token_rewards(rewards, offsets)
+    none = np.zeros(0, np.float32)
+    parts = []
+    for row, columns in zip(batch.rows, batch.columns, strict=True):
+        own, tokens = columns["reward"].get("token_rewards", none), columns["rollout"]["response_ids"].size
+        if own.size not in (0, tokens):
+            raise ValueError(f"row {row.row_id}: {own.size} token rewards for {tokens} response tokens")
+        parts.append(own if own.size else np.zeros(tokens, np.float32))
+    single = np.concatenate(parts)
+    left = rewards - np.add.reduceat(single.astype(np.float64), offsets[:-1])
+    return single + token_rewards(left, offsets)
 
 
 def kl_to_reference(batch: Batch, estimator: str) -> list[np.ndarray]:

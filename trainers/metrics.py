@@ -36,7 +36,7 @@ FROM_RESULT = (
     "is/ess",
     "is/masked_frac",
 )
-OF_ALGORITHMS = ("distill/", "loss/", "sft/", "dpo/")  # figures that only some algorithms have
+OF_ALGORITHMS = ("kl/", "distill/", "loss/", "sft/", "dpo/")  # figures that only some algorithms have
 KNOBS = {
     "maker": "add rollout replicas (makers.*.replicas), give them more threads, or raise engine.max_num_seqs",
     "trainer": "give the trainer more threads (resources.cpus), or a larger backend.micro_batch_tokens",
@@ -199,9 +199,8 @@ def _learning(trained: Trained) -> dict[str, Scalar]:
     figures: dict[str, Scalar] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
     figures |= {key: result.metrics.get(key) for key in FROM_RESULT}
     figures |= {key: value for key, value in result.metrics.items() if key.startswith(OF_ALGORITHMS)}
-    if trained.estimates is None:
-        return figures | {"time/compute": sum(result.seconds.values())}
-    return figures | {"kl": trained.estimates.kl}
+    figures |= trained.kl
+    return figures if trained.estimates is not None else figures | {"time/compute": sum(result.seconds.values())}
 
 
 def _critic(trained: Trained, seconds: Mapping[str, float]) -> dict[str, Scalar]:
@@ -209,7 +208,6 @@ def _critic(trained: Trained, seconds: Mapping[str, float]) -> dict[str, Scalar]
     if estimates is None or critic is None:
         return {}
     return {
-        "reward/kl_penalty": estimates.kl_penalty,
         "value/loss": critic.loss,
         "value/clip_frac": critic.metrics.get("value/clip_frac"),
         "value/explained_variance": estimates.explained_variance,

@@ -124,9 +124,32 @@ class StepPlanner:
             and self._config.distill is None,
             whole_rows=isinstance(algorithm, Dpo),
         )
-        if isinstance(algorithm, Dpo) and algorithm.reference == "maker":
-            return replace(plan, labels=reference_labels(batch))
-        return plan if self._config.distill is None else replace(plan, labels=teachers_labels(batch))
+        labels: dict[str, tuple[np.ndarray, ...]] = {}
+        if (
+            isinstance(algorithm, Dpo | GroupPolicy)
+            and algorithm.reference == "maker"
+            and "reference" in algorithm.stages
+        ):
+            labels |= reference_labels(batch)
+        if self._config.distill is not None:
+            labels |= teachers_labels(batch)
+        return replace(plan, labels=labels)
+
+    def kl_figures(self, batch: Batch) -> dict[str, float]:
+        """Metrics of KL(behaviour, reference) where it is taken off rewards: a token that is not masked, and a sample."""
+        algorithm = self._config.algorithm
+        penalised = (
+            algorithm.kl_coef > 0
+            if isinstance(algorithm, Ppo)
+            else isinstance(algorithm, GroupPolicy) and (algorithm.penalises_rewards)
+        )
+        if not penalised:
+            return {}
+        assert isinstance(algorithm, Ppo | GroupPolicy)
+        kl = np.concatenate(kl_to_reference(batch, algorithm.kl_estimator)).astype(np.float64)
+        mean = float(kl[np.repeat(np.concatenate(self.masks(batch)), batch.lengths)].mean())
+        taken = algorithm.kl_coef * kl.sum() / batch.lengths.size
+        return {"kl": mean, f"kl/{algorithm.kl_estimator}": mean, "reward/kl_penalty": float(taken)}
 
     def _advantages(self, batch: Batch, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Float32 [samples] for each row, by the algorithm's estimator."""

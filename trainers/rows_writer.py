@@ -21,6 +21,7 @@ from buffer.records import SampledRow
 Columns = Mapping[str, np.ndarray]
 Decode = Callable[[Sequence[int]], str]
 FINISH_REASONS = ("stop", "length")
+TOKEN_REWARDS = "token_rewards"  # one a token: their sum is in the reward
 
 
 def load_decoder(model: Path) -> Decode:
@@ -90,7 +91,11 @@ class RowsWriter:
                     "completion": self._decode(ids.tolist()),
                     "finish_reason": FINISH_REASONS[rollout["finish_reasons"][sample]],
                     "age": row.age,
-                    **{_reward_name(key): float(values[sample]) for key, values in stages.get("reward", {}).items()},
+                    **{
+                        _reward_name(key): float(values[sample])
+                        for key, values in stages.get("reward", {}).items()
+                        if key != TOKEN_REWARDS
+                    },
                     "prompt_ids": rollout["prompt_ids"],
                     "response_ids": ids,
                     "behaviour_logprobs": rollout["behaviour_logprobs"][start:end],

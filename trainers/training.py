@@ -7,8 +7,8 @@ returns are made here, then policy and critic train on the same rows at the same
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,12 +36,13 @@ class NotTrained(Exception):
 
 @dataclass(frozen=True)
 class Trained:
-    """A batch the policy was trained on. The last two are None without a critic."""
+    """A batch the policy was trained on. `estimates` and `critic` are None without a critic."""
 
     plan: StepPlan
     result: StepResult
     estimates: Estimates | None = None
     critic: StepResult | None = None
+    kl: Mapping[str, float] = field(default_factory=dict)  # metrics, where KL is taken off rewards
 
     @property
     def losses(self) -> str | None:
@@ -79,7 +80,7 @@ class BatchTraining:
             return self._ranks.call(TrainerRank.train_step, plan, *rollouts)
 
         stages = [stage for stage in ("rollout", "teacher") if stage in batch.columns[0]]
-        return Trained(plan, await _with_columns(batch, train, stages))
+        return Trained(plan, await _with_columns(batch, train, stages), kl=self._planner.kl_figures(batch))
 
     async def _train_both(self, critic: ValueModel, batch: Batch, step: int, version: int | None) -> Trained:
         rows = self._planner.step_rows(batch, step)
@@ -93,7 +94,7 @@ class BatchTraining:
             self._train_policy(batch, plan),
             _with_rollouts(batch, lambda rollouts: critic.train(rows, estimates.labels, rollouts)),
         )
-        return Trained(plan, trained.result, estimates, of_critic)
+        return replace(trained, estimates=estimates, critic=of_critic)
 
 
 async def _with_rollouts(batch: Batch, call: Callable[[Sequence[Any]], Awaitable[T]]) -> T:

@@ -11,12 +11,11 @@ import json
 import time
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from benchmarks import batches, workload
 from topology.models import model_info
 from trainers.batch import RowShape, plan_step
-from trainers.config import AlgorithmConfig, MegatronBackend, Optimizer, TrainerConfig
+from trainers.config import Grpo, MegatronBackend, Optimizer, TrainerConfig
 from trainers.learner import Rendezvous
 from trainers.rank import TrainerRank
 
@@ -32,7 +31,6 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, required=True)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--algorithm", default="grpo", help="its type; everything else as it is by default")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
     backend = MegatronBackend(
@@ -43,7 +41,7 @@ def main() -> None:
         threads=args.threads,
     )
     config = TrainerConfig(
-        algorithm=TypeAdapter(AlgorithmConfig).validate_python({"type": args.algorithm}),
+        algorithm=Grpo(type="grpo"),
         backend=backend,
         optimizer=Optimizer(lr=workload.LEARNING_RATE),
         groups_per_step=workload.GROUPS,

@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, required=True)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--block-size", type=int, help="tokens of a KV block; without it vLLM's own default")
     args = parser.parse_args()
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -44,6 +45,7 @@ def main() -> None:
         max_model_len=workload.CONTEXT,
         max_num_seqs=workload.SEQUENCES,
         kv_cache_memory_bytes=int(VllmEngine().kv_cache_gib * 2**30),
+        block_size=args.block_size,
         enforce_eager=True,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,

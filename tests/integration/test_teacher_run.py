@@ -29,6 +29,7 @@ trainers:
     groups_per_step: 4
     steps: 100000
 buffer: {max_attempts: 20}
+checkpoint: {at_end: false}
 """
 OTHER = "{kind: teacher, model: {path: smollm2-135m-instruct}, route: {column: x, values: [1]}, top_k: 8}"
 

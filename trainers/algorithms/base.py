@@ -15,6 +15,8 @@ from torch import Tensor
 
 from trainers.batch import Totals
 
+REFERENCE = "reference"  # label of the plan: log-probs of a reference maker
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:

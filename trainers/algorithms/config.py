@@ -119,14 +119,23 @@ class GroupPolicy(ClippedPolicy):
     kl_estimator: KlEstimator = "k3"
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
-        description="loss: per token, current policy against the trainer's start weights. reward: its sum over a sample is "
-        "taken off the reward, behaviour policy against a group of `kind: reference`.",
+        description="loss: per token, current policy against `reference`. reward: its sum over a sample is taken off the "
+        "reward, behaviour policy against a group of `kind: reference`.",
+    )
+    reference: Literal["start", "maker"] = Field(
+        "start",
+        description="Of `kl_in: loss`. start: the ranks' own start weights. maker: the column of a group of `kind: reference`.",
     )
 
     @property
     def stages(self) -> tuple[str, ...]:
         """Whose columns the trainer reads."""
-        return ("rollout", "reward", "reference") if self.penalises_rewards else ("rollout", "reward")
+        return ("rollout", "reward", "reference") if self.reads_reference else ("rollout", "reward")
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether it needs the column of a reference maker."""
+        return self.penalises_rewards or (self.penalises_loss and self.reference == "maker")
 
     @property
     def penalises_rewards(self) -> bool:

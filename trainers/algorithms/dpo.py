@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from trainers.algorithms.base import LossTerms, TokenBatch
+from trainers.algorithms.base import REFERENCE, LossTerms, TokenBatch
 from trainers.config import Dpo
-
-REFERENCE = "reference"  # label of the plan: log-probs of a reference maker
 
 
 class DpoLoss:

@@ -6,6 +6,7 @@ import importlib
 
 from trainers.algorithms.base import Algorithm
 from trainers.algorithms.cispo import CispoLoss
+from trainers.algorithms.config import Cispo, Gspo
 from trainers.algorithms.dpo import DpoLoss
 from trainers.algorithms.grpo import GrpoLoss
 from trainers.algorithms.gspo import GspoLoss
@@ -46,7 +47,8 @@ def build_algorithm(
 ) -> Algorithm:
     """Raises ValueError when a dotted path leads nowhere or to something that is no algorithm."""
     if isinstance(config, GroupPolicy):
-        return {"gspo": GspoLoss, "cispo": CispoLoss}.get(config.type, GrpoLoss)(config)
+        loss = GspoLoss if isinstance(config, Gspo) else CispoLoss if isinstance(config, Cispo) else GrpoLoss
+        return loss(config)
     if isinstance(config, Ppo | DistillAlgorithm):
         return ClippedLoss(config)
     if isinstance(config, ValueRegression):
@@ -61,7 +63,7 @@ def build_algorithm(
     except (ImportError, AttributeError) as error:
         raise ValueError(f"algorithm.type {config.type!r} cannot be imported: {error}") from error
     try:
-        algorithm = factory(**config.options)
+        algorithm: Algorithm = factory(**config.options)
     except TypeError as error:
         raise ValueError(
             f"algorithm.type {config.type!r} cannot be made with options {config.options}: {error}"

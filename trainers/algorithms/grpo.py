@@ -1,6 +1,6 @@
 """Group relative policy optimisation (DeepSeekMath, arXiv 2402.03300), and those of its descendants that share its loss.
 
-The loss is PPO's with KL to the start weights in it. Asymmetric clipping and token normalisation are DAPO's (arXiv
+The loss is PPO's with KL to a reference in it. Asymmetric clipping and token normalisation are DAPO's (arXiv
 2503.14476), constant normalisation is Dr.GRPO's (arXiv 2503.20783). RLOO and REINFORCE++ differ in their advantages.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainers.algorithms.base import TokenBatch
+from trainers.algorithms.base import REFERENCE, TokenBatch
 from trainers.algorithms.gae import MAX_LOG_RATIO
 from trainers.algorithms.ppo import ClippedLoss
 from trainers.config import GroupPolicy
@@ -21,13 +21,15 @@ class GrpoLoss(ClippedLoss):
     def __init__(self, config: GroupPolicy) -> None:
         super().__init__(config)
         self.kl_coef, self.kl_estimator = config.kl_coef, config.kl_estimator
-        self.needs_reference = config.penalises_loss
+        self.penalised = config.penalises_loss
+        self.needs_reference = config.penalises_loss and config.reference == "start"
 
     def penalty(self, batch: TokenBatch) -> tuple[float, Tensor] | None:
-        if not self.needs_reference:
+        if not self.penalised:
             return None
-        assert batch.reference is not None
-        return self.kl_coef, kl_estimate(batch.current, batch.reference, self.kl_estimator)
+        reference = batch.reference if self.needs_reference else batch.labels[REFERENCE]
+        assert reference is not None
+        return self.kl_coef, kl_estimate(batch.current, reference, self.kl_estimator)
 
 
 def kl_estimate(policy: Tensor, reference: Tensor, estimator: str) -> Tensor:

@@ -23,6 +23,7 @@ class ClippedLoss:
     """
 
     needs_reference = False
+    kl_estimator = ""  # of `penalty`
 
     def __init__(self, config: ClippedPolicy) -> None:
         self.config = config
@@ -43,7 +44,7 @@ class ClippedLoss:
         if (penalty := self.penalty(batch)) is not None:
             coefficient, divergence = penalty
             per_token = per_token + coefficient * divergence
-            sums["kl"] = divergence.detach().sum()
+            sums["kl"] = sums[f"kl/{self.kl_estimator}"] = divergence.detach().sum()
         if self.entropy_gradient:
             per_token = per_token - config.entropy_coef * batch.entropy
         loss = (per_token * token_weights(batch, config.normalise)).sum()

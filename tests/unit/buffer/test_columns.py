@@ -198,3 +198,39 @@ def test_bad_columns_of_a_teacher_are_refused(changes: dict[str, np.ndarray], me
         validate_columns(lease("teacher"), teacher(**changes), 2, {"rollout": rollout()})
     assert str(error.value).startswith("row 12 (prompt 'p12'), teacher: ")
     assert message in str(error.value)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_a_reward_model_scores_each_sample_or_each_token_of_the_row():
+    inputs = {"rollout": rollout()}
+    validate_columns(lease("reward/judge"), {"scores": floats(1, -2)}, 2, inputs)
+    validate_columns(lease("reward/judge"), {"token_scores": floats(1, 2, 3, 4, 5)}, 2, inputs)
+    both = {"rewards": floats(3, 12), "reward/judge": floats(3, 12), "token_rewards": floats(1, 2, 3, 4, 5)}
+    validate_columns(lease("reward"), both, 2, inputs)
+
+
+@pytest.mark.parametrize(
+    ("stage", "columns", "message"),
+    [
+        ("reward/judge", {"scores": floats(1)}, r"reward/judge: scores has 1 entries, not 2 \(one for each sample\)"),
+        ("reward/judge", {"scores": floats(1, np.nan)}, r"scores\[1\] is nan: a score is finite"),
+        (
+            "reward/judge",
+            {"token_scores": floats(1, 2)},
+            r"token_scores has 2 entries, not 5 \(one for each response token",
+        ),
+        ("reward/judge", {"rewards": floats(1, 2)}, r"the columns are \['rewards'\], not \['scores'\]"),
+        ("reward", {"rewards": floats(1, 2), "token_rewards": floats(1, 2)}, "token_rewards has 2 entries, not 5"),
+        (
+            "reward",
+            {"rewards": floats(1, 2), "token_rewards": floats(1, 2, 3, np.inf, 5)},
+            "token_rewards of sample 1, token 1, is inf",
+        ),
+    ],
+)
+def test_bad_scores_of_a_reward_model_are_refused(stage, columns, message):
+    with pytest.raises(ValueError, match=message):
+        validate_columns(lease(stage), columns, 2, {"rollout": rollout()})

@@ -75,6 +75,30 @@ def test_a_stage_gets_the_references_of_the_stages_it_needs():
     asyncio.run(scenario())
 
 
+def test_a_row_is_scored_as_soon_as_its_samples_are_there_while_others_are_being_generated():
+    async def scenario() -> None:
+        slow = asyncio.Event()
+
+        async def behave(lease: Lease) -> None:
+            if lease.row_id == 0:
+                await slow.wait()
+
+        harness = Harness(rows=2, stages=("rollout", "reward/judge", "reward"))
+        judge = FakeMaker("reward/judge", ("rollout",))
+        reward = FakeMaker("reward", ("rollout", "reward/judge"))
+        for maker in (FakeMaker(behave=behave), judge, reward):
+            harness.dispatcher.attach(maker)
+        await settle()
+        assert [lease.row_id for lease in judge.leases] == [1]
+        assert reward.inputs == [["rollout of row 1", "reward/judge of row 1"]]
+        assert harness.table.live.complete == 1
+        slow.set()
+        await settle()
+        assert [lease.row_id for lease in reward.leases] == [1, 0]
+
+    asyncio.run(scenario())
+
+
 def test_rows_go_round_the_makers_with_a_free_slot():
     async def scenario() -> None:
         harness = Harness(rows=0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from buffer.columns import validate_answer
 from buffer.records import DataFailure, InfraFailure, Lease, Prompt
 from makers.config import RewardMaker as RewardMakerConfig
 from makers.reward import RewardMaker, load_decoder, split_and_decode
@@ -51,9 +53,9 @@ def lease(**fields) -> Lease:
     )
 
 
-def with_maker(model_path: str, functions: list[dict], scenario):
+def with_maker(model_path: str, functions: list[dict], scenario, models: Sequence[dict] = ()):
     async def main():
-        config = RewardMakerConfig(kind="reward", functions=functions, slots=4)
+        config = RewardMakerConfig(kind="reward", functions=functions, models=models, slots=4)
         maker = RewardMaker(config, name="maker/reward/0", model_path=model_path)
         await maker.start()
         try:
@@ -166,3 +168,79 @@ def test_samples_are_cut_at_their_offsets_and_special_tokens_left_out(model_path
         "",
         "4",
     ]
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_the_scores_of_models_are_weighed_and_added_to_those_of_functions(model_path):
+    models = [{"group": "b", "weight": 0.5}, {"group": "a", "weight": 2.0, "normalise": "group"}]
+
+    async def scenario(maker):
+        assert maker.needs == ("rollout", "reward/a", "reward/b")
+        inputs = {
+            "rollout": rollout("3", "4"),
+            "reward/a": {"scores": floats(7, 5)},
+            "reward/b": {"scores": floats(4, -2)},
+        }
+        produced, columns = await maker.make(lease(answer="3"), inputs)
+        assert columns["reward/exact_match"].tolist() == [1, 0]
+        assert (columns["reward/a"].tolist(), columns["reward/b"].tolist()) == ([7, 5], [4, -2])
+        np.testing.assert_allclose(columns["rewards"], [1 + 2 + 2, -2 - 1], atol=1e-5)
+        assert produced.stats["reward/a"] == 6.0
+
+    with_maker(model_path, [{"name": "exact_match"}], scenario, models)
+
+
+def test_models_alone_give_rewards_without_a_process_or_a_tokenizer(tmp_path):
+    async def scenario(maker):
+        assert maker.status()["workers"] == 0
+        _, columns = await maker.make(lease(), {"rollout": rollout("3", "4"), "reward/a": {"scores": floats(7, 5)}})
+        assert columns["rewards"].tolist() == [-7, -5]
+
+    with_maker(str(tmp_path), [], scenario, [{"group": "a", "weight": -1.0}])
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"), [("last", [3, -1, 0]), ("min", [-2, -1, 0]), ("mean", [1, -1, 2]), ("sum", [3, -1, 4])]
+)
+def test_the_scores_of_a_samples_tokens_become_one(model_path, reduce, expected):
+    async def scenario(maker):
+        scores = {"token_scores": floats(2, -2, 3, -1, 4, 0)}
+        _, columns = await maker.make(lease(), {"rollout": rollout("it is 3", "4", "3 4"), "reward/steps": scores})
+        assert columns["rewards"].tolist() == columns["reward/steps"].tolist() == expected
+        assert "token_rewards" not in columns
+
+    with_maker(model_path, [], scenario, [{"group": "steps", "reduce": reduce}])
+
+
+def test_token_rewards_are_weighted_and_the_reward_has_their_sum(model_path):
+    models = [{"group": "steps", "reduce": "sum", "per_token": True, "weight": 0.5}, {"group": "whole"}]
+
+    async def scenario(maker):
+        inputs = {
+            "rollout": rollout("it is 3", "4"),
+            "reward/steps": {"token_scores": floats(2, -2, 4, -1)},
+            "reward/whole": {"scores": floats(10, 20)},
+        }
+        produced, columns = await maker.make(lease(), inputs)
+        assert columns["token_rewards"].tolist() == [1, -1, 2, -0.5]
+        assert columns["rewards"].tolist() == [12, 19.5]
+        validate_answer(lease(), produced, columns, inputs)
+
+    with_maker(model_path, [], scenario, models)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "nothing gives a reward: name `functions`, `models` or both"),
+        ({"functions": [{"name": "http", "weight": 0}], "models": [{"group": "a", "weight": 0}]}, "every weight is 0"),
+        ({"models": [{"group": "a"}, {"group": "a"}]}, "models: a stands twice"),
+        ({"models": [{"group": "a", "reduce": "min", "per_token": True}]}, "set reduce: sum, normalise: none"),
+    ],
+)
+def test_settings_that_cannot_give_a_reward_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RewardMakerConfig.model_validate({"kind": "reward", **settings})

@@ -60,6 +60,14 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path) -> Non
             "makers.rollout.sampling.top_p: not offered: it takes tokens out of the distribution that is sampled from",
         ),
         (
+            "makers.rollout.engine.extra={top_p: 0.9}",
+            "makers.rollout.engine.extra: top_p: not offered: it takes tokens out of the distribution",
+        ),
+        (
+            "makers.rollout.engine.extra={override_generation_config: {top_p: 0.9}}",
+            "makers.rollout.engine.extra: override_generation_config: set by Tandem",
+        ),
+        (
             "trainers.policy.algorithm.epsilon=0.2",
             "trainers.policy.algorithm.epsilon: unknown key: it is called `clip_low` here",
         ),

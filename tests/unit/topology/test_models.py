@@ -167,3 +167,17 @@ def test_a_student_has_some_of_the_layers_and_not_all(tmp_path, name):
         resolve_model(name, tmp_path)
     with pytest.raises(ModelError, match="not a known name"):
         resolve_model("tiny-llama-first-x", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("tiny-llama-reward", "LlamaForSequenceClassification"),
+        ("tiny-llama-process-reward", "LlamaForTokenClassification"),
+    ],
+)
+def test_a_generated_reward_model_has_a_head_of_one_label_and_no_student(name, head):
+    found = model_info(resolve_model(name))
+    assert (found.architectures, found.labels) == ((head,), 1)
+    with pytest.raises(ModelError, match=f"first layers are taken of a language model, not of {head}"):
+        resolve_model(f"{name}-first-1")

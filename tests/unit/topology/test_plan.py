@@ -314,6 +314,10 @@ TEACHER = "makers.teacher={kind: teacher, engine: {max_model_len: 600}}"
             "samples at 0.7",
         ),
         (
+            ("makers.frozen={kind: reference}", "trainers.policy.algorithm.kl_coef=0.1"),
+            "trainers.policy.algorithm.reference: start: KL would be to the start weights, not to makers.frozen",
+        ),
+        (
             ("makers.reference={kind: reference, engine: {}, dtype: float32}",),
             "makers.reference.dtype: float32 is not read with an engine",
         ),

@@ -126,6 +126,29 @@ def test_report_of_a_failed_run_without_evaluations_says_why(tmp_path: Path) -> 
     assert "held-out score" not in page
 
 
+def part(number: int, **changes: Any) -> dict[str, Any]:
+    counts = {"rows": 4 * number, "samples": 32 * number, "kept": 8 * number, "tokens": 320 * number}
+    figures = {f"collected/{key}": value for key, value in {**counts, "score": 0.25, "pass@8": 0.75}.items()}
+    return {"step": number, "time/step": 2.0, "tokens_per_s/generated": 160.0, **figures} | changes
+
+
+def test_summary_and_report_of_a_job_speak_of_what_was_collected_and_not_of_training(tmp_path: Path) -> None:
+    run_folder(tmp_path, [part(number) for number in range(1, 31)], [])
+    (tmp_path / "config.yaml").write_text("name: samples\n")
+    console = Console(width=120, file=io.StringIO(), color_system=None)
+    console.print(summary(tmp_path))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    page = build_report(tmp_path).read_text()
+    for expected in ("120  in 30 parts, 1 min 0 s", "240  of 960", "0.250  of all", "pass@8", "0.750", "160", "10.0"):
+        assert expected in text
+    for word in ("step", "stale", "train", "publish", "entropy", "mismatch"):
+        assert word not in text.lower()
+        assert word not in page.lower()
+    charts = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    assert len(charts) == 4
+    assert "part 30: kept 240" in page
+
+
 def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no metrics.jsonl"):
         build_report(tmp_path)

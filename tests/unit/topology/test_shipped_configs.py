@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,11 @@ def model(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
 
 
 MODELS = {  # what their config.json says
+    "tiny-llama-first-1": model(1, 128, 256, 4, 2, 3e5),
     "tiny-llama": model(2, 128, 256, 4, 2, 4e5),
+    "tiny-llama-reward": replace(
+        model(2, 128, 256, 4, 2, 4e5), architectures=("LlamaForSequenceClassification",), labels=1
+    ),
     "smollm2-135m-instruct-first-24": model(24, 576, 1536, 9, 3, 1.13e8),
     "smollm2-135m-instruct": model(30, 576, 1536, 9, 3, 1.35e8),
     "/models/Qwen3-4B": model(36, 2560, 9728, 32, 8, 4.0e9),

@@ -228,21 +228,47 @@ def test_corrections_that_nothing_reads_or_that_are_empty_are_refused(fields, me
         configured(type="grpo", **fields)
 
 
-def planned(*rows, reference=None, **algorithm):
+def with_reference(*rows, frozen=None, **algorithm):
     config = TrainerConfig(algorithm=algorithm, backend=TorchBackend(type="torch"), steps=1)
     columns = [dict(row.columns) for row in rows]
-    for row, values in zip(columns, reference or [], strict=False):
+    for row, values in zip(columns, frozen or [], strict=False):
         row["reference"] = {"reference_logprobs": np.array(values, np.float32)}
-    return config, StepPlanner(config, 8).plan(Batch(rows, columns, [0] * len(rows)), 1, 0)
+    return config, Batch(rows, columns, [0] * len(rows))
+
+
+def planned(*rows, **algorithm):
+    config, batch = with_reference(*rows, **algorithm)
+    return config, StepPlanner(config, 8).plan(batch, 1, 0)
 
 
 def test_kl_to_a_reference_maker_is_taken_off_the_reward_of_its_sample():
     row = make_row(0, rewards=(1.0, 1.0), lengths=(2, 1))  # behaviour log-probs are -0.5
 
-    config, plan = planned(row, reference=[[-1.5, -0.5, -0.5]], type="rloo", kl_coef=0.5)
+    config, plan = planned(row, frozen=[[-1.5, -0.5, -0.5]], type="rloo", kl_coef=0.5)
 
     assert config.stages == ("rollout", "reward", "reference")
     assert plan.advantages[0] == pytest.approx([-0.5, 0.5])  # rewards 0.5 and 1
+
+
+def test_the_kl_that_is_taken_off_rewards_is_a_metric_named_with_its_estimator():
+    row = make_row(0, rewards=(1.0, 1.0), lengths=(2, 1), finish=(0, 1))
+    settings = {"type": "rloo", "kl_coef": 0.5, "mask_truncated": True}
+
+    config, batch = with_reference(row, frozen=[[-1.5, -1.0, -2.5]], **settings)
+
+    # k1 1 and 0.5 in sample 0; 2 in sample 1, which is masked and still penalised
+    found = StepPlanner(config, 8).kl_figures(batch)
+    assert found == {"kl": 0.75, "kl/k1": 0.75, "reward/kl_penalty": pytest.approx(0.5 * 3.5 / 2)}
+
+
+def test_the_column_of_a_reference_maker_goes_to_the_loss_that_reads_it():
+    config, plan = planned(
+        make_row(0, lengths=(2, 1)), frozen=[[-1.5, -1.0, -2.5]], type="grpo", kl_coef=0.5, reference="maker"
+    )
+
+    assert config.stages == ("rollout", "reward", "reference")
+    assert plan.labels["reference"][0].tolist() == [-1.5, -1.0, -2.5]
+    assert planned(make_row(0), type="grpo", reference="maker")[0].stages == ("rollout", "reward")
 
 
 @pytest.mark.parametrize("name", GROUP_ALGORITHMS)

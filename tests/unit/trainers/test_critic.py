@@ -204,7 +204,7 @@ def test_the_reference_is_fetched_when_its_divergence_is_in_the_reward(tmp_path:
     found = bench(tmp_path, FakeCritic(), config=penalised)
     found.rows.batches = [with_reference]
     assert found.run() == "done"
-    assert found.recorder.objects[0]["kl"] == 1.0  # log-probs -0.5 and -1.5
+    assert found.recorder.objects[0]["kl"] == found.recorder.objects[0]["kl/k1"] == 1.0  # log-probs -0.5 and -1.5
     assert found.recorder.objects[0]["reward/kl_penalty"] == pytest.approx(0.25)  # 2.5 tokens a sample
 
 

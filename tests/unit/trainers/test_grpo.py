@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,7 +103,16 @@ def test_kl_penalty_and_entropy_bonus_are_added_with_their_coefficients():
     assert float(terms.loss.detach()) == pytest.approx((0.1 * 0.125 - 0.01 * (1 + 2)) / 2)
     torch.testing.assert_close(tokens.current.grad, torch.tensor([0.1 * 0.5 / 2, 0.0]))
     torch.testing.assert_close(tokens.entropy.grad, torch.tensor([-0.005, -0.005]))
-    assert float(terms.sums["kl"]) == pytest.approx(0.125)
+    assert float(terms.sums["kl"]) == float(terms.sums["kl/k2"]) == pytest.approx(0.125)
+
+
+def test_kl_in_the_loss_is_to_a_reference_makers_column_where_the_algorithm_says_so():
+    start = batch([1.0, 1.0], [0.0, 0.0], reference=[-2.5, -2.0])
+    maker = replace(start, reference=None, labels={"reference": start.reference})
+    loss = grpo(kl_coef=0.1, reference="maker")
+
+    assert not loss.needs_reference
+    assert float(loss(maker).loss.detach()) == float(grpo(kl_coef=0.1)(start).loss.detach()) > 0
 
 
 def test_zero_advantage_has_no_gradient_exactly_when_the_config_says_so():

@@ -100,7 +100,12 @@ def test_rows_file_has_one_record_a_sample_with_maker_text_tokens_rewards_and_ve
 
     async def main() -> None:
         writer = RowsWriter(tmp_path / "rows", every=1, decode=decode)
-        await writer.write(1, rows, [dict(row.columns) for row in rows])
+        columns = [dict(row.columns) for row in rows]
+        columns[0]["reward"] = {
+            **columns[0]["reward"],
+            "token_rewards": np.ones(5, np.float32),
+        }  # in the reward already
+        await writer.write(1, rows, columns)
         await writer.finish()
 
     asyncio.run(main())
