@@ -63,14 +63,17 @@ class RunFolder:
     @contextmanager
     def being_resumed(self) -> Iterator[None]:
         """Raises ConfigError while another process does so too: two supervisors would write over each other."""
-        with (self.path / "resume.lock").open("w") as file:
+        folder = os.open(self.path, os.O_RDONLY)  # the lock is on the folder itself: a refused resume leaves no file
+        try:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with this process
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with this process
             except BlockingIOError:
                 raise ConfigError(f"run {self.name} is being resumed by another process: wait for it") from None
             except OSError as error:  # a file system without locks
-                log.warning("%s cannot be locked: %s", file.name, error)
+                log.warning("%s cannot be locked: %s", self.path, error)
             yield
+        finally:
+            os.close(folder)
 
     def require_here(self) -> None:
         """Raise RunError on a node that does not see the folder: who writes checkpoints there would find out too late."""
