@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks import workload
+from trainers.batch import RowShape, StepPlan, plan_step
 
 Columns = dict[str, np.ndarray]
 
@@ -40,6 +41,20 @@ def rows(shape: str, vocabulary: int, seed: int = workload.SEED) -> list[Columns
 def advantages(rows: list[Columns]) -> list[np.ndarray]:
     """One a sample, none of them 0, so that no sample may be left out."""
     return [np.where(np.arange(workload.SAMPLES) % 2 == 0, 1.0, -1.0).astype(np.float32) for _ in rows]
+
+
+def plan(rows: list[Columns], step: int, micro_batch_tokens: int, *, share_prompt: bool) -> StepPlan:
+    """Of a step in which every sample is computed, on one rank."""
+    return plan_step(
+        step=step,
+        version=None,
+        shapes=[RowShape.of(row) for row in rows],
+        advantages=advantages(rows),
+        masks=[np.ones(workload.SAMPLES, bool) for _ in rows],
+        max_response_tokens=workload.MAX_TOKENS,
+        micro_batch_tokens=micro_batch_tokens,
+        share_prompt=share_prompt,
+    )
 
 
 def tokens(rows: list[Columns]) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks import batches, workload
 from topology.models import model_info
 from trainers.algorithms.factory import build_loss
-from trainers.batch import RowShape, plan_step
 from trainers.config import AlgorithmConfig, MegatronBackend, Optimizer, TrainerConfig
 from trainers.learner import Rendezvous
 from trainers.rank import TrainerRank
@@ -72,16 +70,7 @@ def _config(name: str, args: argparse.Namespace) -> TrainerConfig:
 
 
 def _step(stepper: Stepper, rows: list[batches.Columns], backend: MegatronBackend) -> float:
-    plan = plan_step(
-        step=1,
-        version=None,
-        shapes=[RowShape.of(row) for row in rows],
-        advantages=batches.advantages(rows),
-        masks=[np.ones(workload.SAMPLES, bool) for _ in rows],
-        max_response_tokens=workload.MAX_TOKENS,
-        micro_batch_tokens=backend.micro_batch_tokens,
-        share_prompt=backend.share_prompt,
-    )
+    plan = batches.plan(rows, 1, backend.micro_batch_tokens, share_prompt=backend.share_prompt)
     result = stepper.run(plan, rows)
     if result.skipped is not None:
         raise RuntimeError(f"a step was skipped: {result.skipped}")

@@ -10,15 +10,14 @@ import argparse
 import json
 from typing import Any
 
-import reasoning_gym
 import torch
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import workload
 from topology.models import resolve_model
 
 SEED = 10_001  # of questions and samples; the configs train on other seeds
-QUESTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def main() -> None:
@@ -44,8 +43,7 @@ def _load(name: str) -> Any:
 
 
 def _prompts(tokenizer: Any, count: int) -> list[torch.Tensor]:
-    questions = reasoning_gym.create_dataset("chain_sum", size=count, seed=SEED, **QUESTIONS)
-    texts = [[{"role": "user", "content": row["question"]}] for row in questions]
+    texts = [problem.messages() for problem in workload.problems(count, SEED)]
     return [
         tokenizer.apply_chat_template(text, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
             "input_ids"

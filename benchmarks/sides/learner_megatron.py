@@ -10,11 +10,8 @@ import argparse
 import json
 import time
 
-import numpy as np
-
 from benchmarks import batches, workload
 from topology.models import model_info
-from trainers.batch import RowShape, plan_step
 from trainers.config import Grpo, MegatronBackend, Optimizer, TrainerConfig
 from trainers.learner import Rendezvous
 from trainers.rank import TrainerRank
@@ -68,16 +65,7 @@ def main() -> None:
 
 def _step(rank: TrainerRank, rows: list[batches.Columns], step: int, backend: MegatronBackend) -> tuple[float, float]:
     start = time.perf_counter()
-    plan = plan_step(
-        step=step,
-        version=None,
-        shapes=[RowShape.of(row) for row in rows],
-        advantages=batches.advantages(rows),
-        masks=[np.ones(workload.SAMPLES, bool) for _ in rows],
-        max_response_tokens=workload.MAX_TOKENS,
-        micro_batch_tokens=backend.micro_batch_tokens,
-        share_prompt=backend.share_prompt,
-    )
+    plan = batches.plan(rows, step, backend.micro_batch_tokens, share_prompt=backend.share_prompt)
     result = rank.train_step(plan, *rows)
     if result.skipped is not None:
         raise RuntimeError(f"step {step} was skipped: {result.skipped}")

@@ -16,6 +16,7 @@ from buffer.records import DataFailure, InfraFailure, Lease, Prompt
 from makers.config import ReferenceMaker as ReferenceMakerConfig
 from makers.factory import build_maker
 from makers.scoring import Scorer, batches_by_length
+from tests.live_maker import with_started
 from tests.rollouts import rollout_columns
 from topology.models import resolve_model
 from trainers.batch import MicroBatch, Part, Totals
@@ -52,15 +53,7 @@ def make_maker(path: str | None = None, **changes):
 
 
 def with_maker(scenario, path: str | None = None, **changes):
-    async def main():
-        maker = make_maker(path, **changes)
-        await maker.start()
-        try:
-            return await scenario(maker)
-        finally:
-            await maker.close()
-
-    return asyncio.run(main())
+    return with_started(make_maker(path, **changes), scenario)
 
 
 def score(columns, **changes) -> np.ndarray:

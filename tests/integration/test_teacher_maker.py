@@ -15,6 +15,7 @@ from buffer.records import DataFailure, InfraFailure, Lease, Prompt
 from makers.config import ReferenceMaker, TeacherMaker
 from makers.factory import build_maker
 from makers.prompt_ids import PromptEncoder
+from tests.live_maker import with_started
 from tests.rollouts import rollout_columns
 from topology.models import resolve_model
 
@@ -49,15 +50,8 @@ def rollout(prompt_ids=None, responses=(7, 1, 20), seed=0) -> Columns:
 
 
 def with_maker(config, scenario):
-    async def main():
-        maker = build_maker(config, name="maker/x/0", model_path=model_path(), weights=None, seed=0)
-        await maker.start()
-        try:
-            return await scenario(maker)
-        finally:
-            await maker.close()
-
-    return asyncio.run(main())
+    maker = build_maker(config, name="maker/x/0", model_path=model_path(), weights=None, seed=0)
+    return with_started(maker, scenario)
 
 
 def teacher(**changes) -> TeacherMaker:

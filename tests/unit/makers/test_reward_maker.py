@@ -13,6 +13,7 @@ from buffer.columns import validate_answer
 from buffer.records import DataFailure, InfraFailure, Lease, Prompt
 from makers.config import RewardMaker as RewardMakerConfig
 from makers.reward import RewardMaker, load_decoder, split_and_decode
+from tests.live_maker import with_started
 
 HERE = "tests.unit.makers.reward_functions"
 pytestmark = pytest.mark.timeout(60)
@@ -54,16 +55,8 @@ def lease(**fields) -> Lease:
 
 
 def with_maker(model_path: str, functions: list[dict], scenario, models: Sequence[dict] = ()):
-    async def main():
-        config = RewardMakerConfig(kind="reward", functions=functions, models=models, slots=4)
-        maker = RewardMaker(config, name="maker/reward/0", model_path=model_path)
-        await maker.start()
-        try:
-            return await scenario(maker)
-        finally:
-            await maker.close()
-
-    return asyncio.run(main())
+    config = RewardMakerConfig(kind="reward", functions=functions, models=models, slots=4)
+    return with_started(RewardMaker(config, name="maker/reward/0", model_path=model_path), scenario)
 
 
 def test_rewards_are_the_weighted_sum_and_each_function_has_a_column(model_path):

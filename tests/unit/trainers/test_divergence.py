@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.two_ranks import answers_of_two
 from trainers.distillation.divergence import Buckets, Divergence, dense_full, dense_top_k
 from trainers.megatron import vocab
 from trainers.megatron.vocab import VocabShard
@@ -276,22 +274,7 @@ def _rank(rank: int, port: int, results: Any) -> None:
 
 @pytest.mark.timeout(90)
 def test_two_ranks_with_half_the_vocabulary_each_have_the_values_and_gradients_of_dense_float64():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=_rank, args=(rank, port, results), daemon=True) for rank in range(2)]
-    try:
-        for process in processes:
-            process.start()
-        found = [results.get(timeout=60) for _ in range(2 * len(KINDS) * len(MODES))]
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            with suppress(ValueError):
-                process.kill()
-            process.join(timeout=10)
+    found = answers_of_two(_rank, 2 * len(KINDS) * len(MODES))
 
     for rank, kind, mode, values in found:
         divergence = Divergence(kind, beta=0.3, temperature=1.0 if mode == "top_k" else 0.7)

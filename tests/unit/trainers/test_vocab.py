@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-from contextlib import suppress
-
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.two_ranks import answers_of_two
 from trainers.megatron import vocab
 from trainers.megatron.vocab import VocabShard, log_probs
 
@@ -116,22 +113,7 @@ def _rank(rank: int, port: int, results) -> None:
 
 @pytest.mark.timeout(90)
 def test_two_ranks_with_half_the_vocabulary_each_have_the_gradients_of_one():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=_rank, args=(rank, port, results), daemon=True) for rank in range(2)]
-    try:
-        for process in processes:
-            process.start()
-        by_rank = dict(results.get(timeout=60) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            with suppress(ValueError):
-                process.kill()
-            process.join(timeout=10)
+    by_rank = dict(answers_of_two(_rank, 2))
     reference = expected(True)
 
     for rank in range(2):
