@@ -10,10 +10,10 @@ from buffer.records import Lease
 from makers.config import ReferenceMaker as ReferenceMakerConfig
 from makers.config import VllmEngine
 from makers.engines.engine import Scores
-from makers.frozen import FrozenMaker, joined, require_temperature_one
+from makers.scored_by_engine import EngineScoredMaker, joined, require_temperature_one
 
 
-class EngineReferenceMaker(FrozenMaker):
+class EngineReferenceMaker(EngineScoredMaker):
     """Fills the stage `reference`: `reference_logprobs` float32 [response tokens]."""
 
     stage = "reference"

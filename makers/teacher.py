@@ -19,14 +19,14 @@ from buffer.columns import Columns
 from buffer.records import DataFailure, InfraFailure, Lease, Prompt
 from makers.config import TeacherMaker as TeacherMakerConfig
 from makers.engines.engine import Scores
-from makers.frozen import FrozenMaker, joined
 from makers.prompt_ids import PromptEncoder
+from makers.scored_by_engine import EngineScoredMaker, joined
 
 PRIVILEGED = "teacher_prompt"  # the column of the prompts
 MAX_MASS = 1 + 1e-3  # above it the log-probs are of something else
 
 
-class TeacherMaker(FrozenMaker):
+class TeacherMaker(EngineScoredMaker):
     """Fills the stage `teacher`; see buffer/columns.py for its columns."""
 
     stage = "teacher"
