@@ -42,6 +42,7 @@ from trainers.stopwatch import Stopwatch
 from trainers.training import BatchTraining, NotTrained, Trained
 from trainers.turns import Holder, Turns
 from trainers.validation import validate
+from trainers.waiting import unless, within
 
 T = TypeVar("T")
 MAKERS_PATIENCE = 5.0  # seconds that a step waits for news of the makers
@@ -465,22 +466,10 @@ class Trainer:
     async def _unless(
         self, interrupts: Sequence[asyncio.Event], seconds: float, what: str, task: asyncio.Future[T]
     ) -> T | None:
-        """Await with a deadline; None when one of the events came first."""
-        events = [asyncio.ensure_future(event.wait()) for event in interrupts]
-        try:
-            await self._within(seconds, what, asyncio.wait({task, *events}, return_when=asyncio.FIRST_COMPLETED))
-            return task.result() if task.done() else None
-        finally:
-            for event in events:
-                event.cancel()
+        return await unless(interrupts, seconds, self._late(what, seconds), task)
 
     async def _within(self, seconds: float, what: str, waiting: Awaitable[T]) -> T:
-        """Await with a deadline that has a name."""
-        timeout = asyncio.timeout(seconds)
-        try:
-            async with timeout:
-                return await waiting
-        except TimeoutError as error:
-            if not timeout.expired():  # somebody else's deadline, named already
-                raise
-            raise TimeoutError(f"trainer: {what} took over {seconds:g} s (step {self._progress.step})") from error
+        return await within(seconds, self._late(what, seconds), waiting)
+
+    def _late(self, what: str, seconds: float) -> str:
+        return f"trainer: {what} took over {seconds:g} s (step {self._progress.step})"

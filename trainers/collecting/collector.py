@@ -26,6 +26,7 @@ from trainers.collecting.tally import RowCount, Tally
 from trainers.fetching import fetch_columns
 from trainers.ports import Deadlines, RowSource
 from trainers.recorder import Recorder
+from trainers.waiting import unless, within
 
 T = TypeVar("T")
 VERSION = 0  # the makers' own weights: there are no others
@@ -127,17 +128,10 @@ class Collector:
         # The buffer keeps the deadline itself, and says what each unfinished row waits for; this is the net below.
         net = self._deadlines.batch + self._deadlines.call
         sampling = asyncio.ensure_future(self._rows.sample(groups, self._deadlines.batch))
-        stop = asyncio.ensure_future(self._stopping.wait())
         try:
-            done, _ = await asyncio.wait({sampling, stop}, timeout=net, return_when=asyncio.FIRST_COMPLETED)
-            if sampling in done:
-                return sampling.result()
-            if stop in done:
-                return None
-            raise TimeoutError(f"rows.sample did not answer within {net:g} s")
+            return await unless([self._stopping], net, _late("rows.sample", net), sampling)
         finally:
             sampling.cancel()
-            stop.cancel()
 
     async def _collect(self, rows: Sequence[SampledRow]) -> bool:
         """Whether a part was written: not if columns were lost, or if all the rows are in files already."""
@@ -191,9 +185,8 @@ class Collector:
         draft.replace(self._report)
 
     async def _within(self, seconds: float, what: str, work: Awaitable[T]) -> T:
-        try:
-            return await asyncio.wait_for(work, seconds)
-        except TimeoutError as error:
-            if str(error):  # the callee's own deadline, already named
-                raise
-            raise TimeoutError(f"{what} did not answer within {seconds:g} s") from None
+        return await within(seconds, _late(what, seconds), work)
+
+
+def _late(what: str, seconds: float) -> str:
+    return f"{what} did not answer within {seconds:g} s"
