@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, required=True)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--as-maker", action="store_true", help="with the engine settings of a maker, not vLLM's defaults")
+    parser.add_argument(
+        "--as-maker", action="store_true", help="with the engine settings of a maker, not vLLM's defaults"
+    )
     args = parser.parse_args()
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
