@@ -311,21 +311,21 @@ class MakerActor(Shell):
         from makers.factory import build_maker
         from topology.bundles import makers_in_turns
         from topology.models import resolve_model
-        from topology.roles import model_of, route_of, stage_of
+        from topology.roles import model_of, reads_tokens, route_of, stage_of
         from topology.vocabulary import difference
 
         _, group, index = self.identity.name.split("/")
         config = self.config.makers[group]
         own = model_of(config)
         folder = self.identity.model_path if own is None else str(resolve_model(own.path))
-        if other := difference(
-            Path(self.identity.model_path), Path(folder)
-        ):  # one that is attached is checked here only
+        # One that is attached is checked here only.
+        if reads_tokens(config) and (other := difference(Path(self.identity.model_path), Path(folder))):
             raise ValueError(f"makers.{group}.model.path: {other}: it would score other tokens")
         self._maker = build_maker(
             config,
             name=self.identity.name,
             model_path=folder,
+            policy_path=self.identity.model_path,
             weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout)
             if self.config.collect is None
             else None,
