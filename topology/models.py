@@ -53,8 +53,19 @@ class ModelInfo:
     has_chat_template: bool
     experts: int = 0  # of each layer; 0: every token goes through the same weights
     expert_intermediate: int = 0  # MLP rows of one expert
+    experts_per_token: int = 0
     architectures: tuple[str, ...] = ()  # class names of transformers
     labels: int = 0  # of a classification head, as transformers counts them
+
+    @property
+    def layer_weights(self) -> int:
+        """Of the matrix products that one token goes through, all layers."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        feed_forward = 3 * self.hidden * self.intermediate
+        if self.experts:
+            feed_forward = self.experts_per_token * 3 * self.hidden * self.expert_intermediate
+            feed_forward += self.hidden * self.experts  # the router
+        return self.layers * (attention + feed_forward)
 
 
 def resolve_model(path: str, cache: Path | None = None) -> Path:
@@ -109,6 +120,7 @@ def model_info(folder: Path | str) -> ModelInfo:
     }
     return ModelInfo(
         **shape,
+        experts_per_token=int(config.get("num_experts_per_tok") or 0),
         max_positions=int(config.get("max_position_embeddings") or 0),
         parameters=_count_parameters(**shape),
         has_chat_template=_has_chat_template(folder),

@@ -12,6 +12,7 @@ from makers.config import DatasetMaker
 from topology.bundles import makers_in_turns, trainers_in_turns
 from topology.config import LimitsConfig
 from topology.handles import Peer, RayCritic, RayPublisher, RayRows, RaySleeper, RayWorker
+from topology.models import model_info
 from topology.plan import worst_case_staleness
 from topology.roles import CRITIC, POLICY, maker_names, makers_that_pull, max_response_tokens, rank_names, stages_of
 from topology.runs import RunFolder
@@ -19,7 +20,9 @@ from trainers.batch import Columns
 from trainers.checkpoints import Checkpointer
 from trainers.collecting.collector import Collector
 from trainers.collecting.parts import Parts
+from trainers.config import TrainerConfig
 from trainers.critic import Critic
+from trainers.flops import ModelShape, Utilisation
 from trainers.metrics import MetricsBuilder
 from trainers.planner import StepPlanner
 from trainers.ports import Deadlines, Evaluation, NumberOnly, Publisher, Schedule
@@ -58,7 +61,7 @@ def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> 
         recorder=open_recorder(
             folder.path, config.metrics, name=config.name, run_config=config.model_dump(mode="json")
         ),
-        metrics=MetricsBuilder(),
+        metrics=MetricsBuilder(utilisation=_utilisation(settings, shell.identity.model_path)),
         checkpointer=Checkpointer(folder.checkpoints, config.checkpoint.keep),
         schedule=Schedule(config.weights.every, config.checkpoint.every, config.checkpoint.at_end),
         deadlines=Deadlines(batch=config.limits.batch, step=config.limits.step, call=limit),
@@ -72,6 +75,14 @@ def build_trainer(shell: Any, ranks: Sequence[str], step: int, version: int) -> 
         start_step=step,
         start_version=version,
     )
+
+
+def _utilisation(settings: TrainerConfig, model_path: str) -> Utilisation | None:
+    if settings.peak_tflops is None:
+        return None
+    backend, model = settings.backend, model_info(model_path)
+    shape = ModelShape(model.layer_weights, model.hidden * model.vocab, model.layers * model.heads * model.head_dim)
+    return Utilisation(shape, settings.peak_tflops * backend.ranks, backend.share_prompt)
 
 
 def _publisher(shell: Any) -> Publisher:

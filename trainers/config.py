@@ -288,6 +288,11 @@ class TrainerConfig(RanksConfig):
     groups_per_step: int = Field(8, ge=1, description="Rows (prompt groups) of one step.")
     steps: int = Field(ge=1)
     mismatch: Mismatch = Mismatch()
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="What the device of one rank can do in `backend.dtype`, for the metric `mfu`; null: no such metric.",
+    )
     max_nonfinite_steps: int = Field(3, ge=1, description="Steps in a row that were not finite, and end the run.")
     max_empty_steps: int = Field(5, ge=1, description="Batches in a row without one valid token, that end the run.")
 

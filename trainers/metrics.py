@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from trainers.batch import RowShape
+from trainers.flops import Utilisation
 from trainers.planner import Batch
 from trainers.training import Trained
 
@@ -92,8 +94,9 @@ class StepRecord:
 class MetricsBuilder:
     """Builds the metrics objects of a run, in order. `wall_clock` gives seconds since the epoch."""
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, wall_clock: Callable[[], float] = time.time, utilisation: Utilisation | None = None) -> None:
         self._wall_clock = wall_clock
+        self._utilisation = utilisation
         self._before: Statuses = {}
         self._window: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
 
@@ -119,9 +122,16 @@ class MetricsBuilder:
             **_buffer(record.buffer),
             "tokens_per_s/generated": _ratio(work.tokens, wall),
             "tokens_per_s/trained": _ratio(int(record.batch.lengths.sum()), wall),
+            **self._mfu(record),
             "bound_by": bound,
             "knob": knob,
         }
+
+    def _mfu(self, record: StepRecord) -> dict[str, Scalar]:
+        if self._utilisation is None:
+            return {}
+        shapes, seconds = [RowShape.of(columns["rollout"]) for columns in record.batch.columns], record.seconds["train"]
+        return {"mfu": self._utilisation.of(record.trained.plan, shapes, seconds)}
 
     def _bound(self, seconds: Mapping[str, float], work: MakerWork) -> tuple[str | None, str | None]:
         """Over the window. A step in which makers also evaluated says nothing about the balance, and is left out."""

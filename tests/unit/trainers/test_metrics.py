@@ -11,6 +11,7 @@ import pytest
 from tests.fakes_trainer import buffer_status, make_row, step_result
 from trainers.batch import StepPlan
 from trainers.estimates import Estimates
+from trainers.flops import ModelShape, Utilisation
 from trainers.metrics import MetricsBuilder, Shares, StepRecord, bound_by
 from trainers.planner import Batch
 from trainers.training import Trained
@@ -126,6 +127,8 @@ def test_object_is_flat_has_fewer_than_60_keys_and_each_is_documented() -> None:
     plain = record()
     found |= MetricsBuilder().build(replace(plain, batch=replace(plain.batch, replaced=2)))
     assert found["reward/replaced"] == 2
+    utilisation = Utilisation(ModelShape(1, 1, 1), peak_tflops=1.0, share_prompt=True)
+    found |= MetricsBuilder(utilisation=utilisation).build(record())
     assert all(isinstance(value, int | float | str | None) for value in found.values())
     text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     table = text[: text.index("## bound_by")]
