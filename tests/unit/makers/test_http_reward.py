@@ -53,7 +53,7 @@ def no_proxy(monkeypatch):
 
 
 def score(url: str, **options):
-    call = build_call(FunctionSpec("http", "http", None, {"url": url, "backoff": 0.01, "seconds": 0.2, **options}))
+    call = build_call(FunctionSpec("http", "http", None, {"url": url, "backoff": 0.01, "seconds": 20.0, **options}))
     return call(["a", "b"], "p", {"answer": "x", "completion_tokens": [1, 2]}, None)
 
 
