@@ -132,6 +132,11 @@ def ratio_of_medians(rates: Mapping[str, Sequence[float]], candidate: str, basel
     return statistics.median(rates[candidate]) / statistics.median(rates[baseline])
 
 
+def median_of_ratios(rates: Mapping[str, Sequence[float]], candidate: str, baseline: str) -> float:
+    """Of the rounds: what loads the machine in one round loads both of its measurements."""
+    return statistics.median(ours / theirs for ours, theirs in zip(rates[candidate], rates[baseline], strict=True))
+
+
 def describe(rates: Mapping[str, Sequence[float]]) -> str:
     """`maker 500 (490-510), vllm 495 (480-501)`: medians, with the range where there is one."""
     parts = []
