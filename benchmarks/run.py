@@ -30,6 +30,7 @@ BENCHES = (
     "teacher",
     "trainer_overhead",
     "algorithms",
+    "distillation_step",
     "distillation",
     "async_vs_sync",
     "loop",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -188,7 +191,7 @@ class RewardFunction(Strict):
 
 
 class RewardModelTerm(Strict):
-    """What a group of `kind: reward_model` adds to the reward of a sample."""
+    """What a group of `kind: reward_model` or `judge` adds to the reward of a sample."""
 
     group: str = Field(description="Its name in `makers`.")
     weight: float = 1.0
@@ -216,7 +219,9 @@ class RewardMaker(MakerGroup):
     kind: Literal["reward"]
     resources: Resources = Resources(cpus=0.1)
     functions: list[RewardFunction] = []
-    models: list[RewardModelTerm] = Field([], description="Groups of `kind: reward_model` whose scores are added.")
+    models: list[RewardModelTerm] = Field(
+        [], description="Groups of `kind: reward_model` or `judge` whose scores are added."
+    )
     workers: int = Field(1, ge=1, description="Processes that call reward functions in one maker.")
     slots: int = Field(8, ge=1, description="Rows scored at once by one maker.")
     start_timeout: float = Field(120.0, gt=0, description="Seconds for a process to import its functions.")
@@ -259,6 +264,106 @@ class RewardModelMaker(MakerGroup):
 def reward_model_stage(group: str) -> str:
     """The stage of a row that a group of reward models fills: each its own, since several may score the same row."""
     return f"reward/{group}"
+
+
+def require_rising(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Raises ValueError for a range that holds no numbers."""
+    if bounds is not None and not -math.inf < bounds[0] < bounds[1] < math.inf:
+        raise ValueError(f"range {list(bounds)}: the lowest number comes first, below the highest, both finite")
+    return bounds
+
+
+class LastNumber(Strict):
+    type: Literal["last_number"]
+    range: tuple[float, float] | None = Field(
+        None,
+        description="Lowest and highest number, which become 0 and 1; one outside is no score. null: as it stands.",
+    )
+
+    @field_validator("range")
+    @classmethod
+    def _rises(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        return require_rising(value)
+
+
+class Pattern(Strict):
+    """The number that the last match of a regular expression holds."""
+
+    type: Literal["regex"]
+    pattern: str = Field(description="With one group, the number.")
+    range: tuple[float, float] | None = Field(None, description="As of last_number.")
+
+    @field_validator("range")
+    @classmethod
+    def _rises(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        return require_rising(value)
+
+    @model_validator(mode="after")
+    def _one_group(self) -> Pattern:
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from None
+        if groups != 1:
+            raise ValueError(f"pattern {self.pattern!r} has {groups} groups, one is needed: the number")
+        return self
+
+
+class Words(Strict):
+    type: Literal["words"]
+    scores: dict[str, float] = Field(
+        min_length=1, description="Score of each word; the one that stands last counts, in upper or lower case."
+    )
+
+    @model_validator(mode="after")
+    def _words(self) -> Words:
+        folded = [word.strip().casefold() for word in self.scores]
+        if "" in folded or len({*folded}) < len(folded):
+            raise ValueError(f"scores: the words {list(self.scores)} are not different, or one is empty")
+        return self
+
+
+class Call(Strict):
+    """A function of your own, from the answer to a number, or to None where there is none."""
+
+    type: Literal["function"]
+    path: str = Field(pattern=DOTTED, description="package.module:function.")
+
+
+JudgeParser = Annotated[LastNumber | Pattern | Words | Call, Discriminator("type")]
+
+
+class JudgeMaker(MakerGroup):
+    """Scores read from what a frozen model writes of each sample, for reward makers that name the group in their `models`."""
+
+    kind: Literal["judge"]
+    resources: Resources = Resources()
+    model: ModelConfig | None = Field(
+        None, description="Any chat or base model, with a tokenizer of its own; null: the run's, as it starts."
+    )
+    engine: VllmEngine = VllmEngine()
+    template: str = Field(
+        min_length=1,
+        description="What it is asked: text with {prompt}, {completion} and any column of the prompts, or the path of a file "
+        "(.txt, .md) that holds it.",
+    )
+    system: str = Field("", description="System text before it; empty: none.")
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int = Field(256, ge=1, description="Tokens of a verdict.")
+    parser: JudgeParser = Field(LastNumber(type="last_number"), description="How a score is read from the verdict.")
+    unparsed: Literal["fail"] | float = Field(
+        "fail", description="A verdict without a score fails the row, or counts as this score."
+    )
+    slots: int = Field(8, ge=1, description="Rows judged at once by one maker.")
+
+    def template_text(self) -> str:
+        """Raises ValueError when it names a file that cannot be read."""
+        if "\n" in self.template or not self.template.endswith((".txt", ".md")):
+            return self.template
+        try:
+            return Path(self.template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"template file {self.template} cannot be read: {error}") from None
 
 
 class ReferenceMaker(MakerGroup):
@@ -355,6 +460,7 @@ MakerConfig = Annotated[
     Annotated[RolloutMaker, Tag("rollout")]
     | Annotated[RewardMaker, Tag("reward")]
     | Annotated[RewardModelMaker, Tag("reward_model")]
+    | Annotated[JudgeMaker, Tag("judge")]
     | Annotated[ReferenceMaker, Tag("reference")]
     | Annotated[DatasetMaker, Tag("dataset")]
     | Annotated[TeacherMaker, Tag("teacher")]

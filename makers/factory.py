@@ -15,13 +15,15 @@ def build_maker(
     *,
     name: str,
     model_path: str,
+    policy_path: str | None = None,
     weights: WeightClient | None,
     seed: int,
     sleeps: bool = False,
 ) -> Maker:
     """The maker that `config` describes, not yet started.
 
-    `model_path` is the checkpoint folder of the maker's model; `weights` is None where no trainer publishes any.
+    `model_path` is the checkpoint folder of the maker's model, `policy_path` the run's (None: the same);
+    `weights` is None where no trainer publishes any.
     `sleeps`: it shares its device, and will be told to give the memory back (see makers.maker.Sleeper). A kind of your
     own (`package.module:Class`) is called with its options as keyword arguments. Raises InfraFailure when what it returns
     is not a maker.
@@ -50,6 +52,13 @@ def build_maker(
 
         stage = settings.reward_model_stage(name.split("/")[1])  # maker/GROUP/INDEX
         return RewardModelMaker(config, name=name, stage=stage, model_path=model_path)
+    if isinstance(config, settings.JudgeMaker):
+        from makers.judge import JudgeMaker
+
+        return JudgeMaker(
+            config, name=name, stage=settings.reward_model_stage(name.split("/")[1]), model_path=model_path,
+            policy_path=policy_path or model_path, sleeps=sleeps,
+        )  # fmt: skip
     if isinstance(config, settings.TeacherMaker):
         from makers.teacher import TeacherMaker
 

@@ -83,3 +83,39 @@ class PromptEncoder:
             raise DataFailure(f"prompt {name!r}: the chat template refused it: {error!r}") from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)  # the template has them already
         return ids
+
+
+class TextEncoder:
+    """Text that is no more than text, as one user message behind a fixed system text: special tokens in it are spelled out."""
+
+    def __init__(self, model_path: str | Path, system: str) -> None:
+        """Raises ValueError when the chat template takes no system text, or changes the user's."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False)
+        self._system = system
+        self._around: tuple[list[int], list[int]] | None = None
+        if self._tokenizer.chat_template:
+            self._around = self._frame()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, at least one."""
+        if self._around is None:
+            plain = f"{self._system}\n\n{text}" if self._system else text
+            ids: list[int] = self._tokenizer.encode(plain, split_special_tokens=True)
+            return ids
+        before, behind = self._around
+        return [*before, *self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True), *behind]
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """What the chat template puts before and behind the user's text."""
+        turns = [{"role": "system", "content": self._system}] if self._system else []
+        turns.append({"role": "user", "content": MARK})
+        try:
+            whole = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # whatever a template's own code raises
+            raise ValueError(f"the chat template refused a {turns[0]['role']} text: {error!r}") from error
+        if whole.count(MARK) != 1:
+            raise ValueError("the chat template does not put the user's text in exactly once")
+        before, _, behind = whole.partition(MARK)
+        return tuple(self._tokenizer.encode(part, add_special_tokens=False) for part in (before, behind))  # type: ignore[return-value]

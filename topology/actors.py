@@ -25,9 +25,9 @@ from buffer.records import InfraFailure, MakerInfo, Prompt, SampledRow
 from topology.config import RunConfig
 from topology.handles import NotReady, Peer, RayExporter, RayMaker, RayWeightClient
 from topology.names import log_file, namespace_of
-from topology.oversight import oversee
+from topology.oversight import HUNG_WITH_BUFFER, oversee
 from topology.placement import release
-from topology.runs import RunError, RunFolder, read_json, write_json
+from topology.runs import HUNG, RunError, RunFolder, read_json, write_json
 from topology.wire import pack_produced, unpack_lease
 from trainers.recorder import append_event
 
@@ -109,6 +109,21 @@ class Shell:
                     release(self.identity.namespace)
                     os._exit(1)
                 await asyncio.sleep(0.5)
+
+    def oversee_supervisor(self, limit: float) -> None:
+        """Kill it when it has not answered for so many seconds. See `topology.oversight`."""
+        self._oversight = asyncio.ensure_future(
+            oversee(lambda: self.actor("supervisor"), self._end_supervisor, self._adoptable, limit)
+        )
+
+    def _adoptable(self) -> bool:
+        status = read_json(RunFolder(Path(self.identity.folder)).status_file)
+        return status is not None and status["state"] in ("running", "waiting")
+
+    def _end_supervisor(self, supervisor: Any, cause: str) -> None:
+        """Ray starts another, which adopts the run."""
+        ray.kill(supervisor, no_restart=False)
+        append_event(RunFolder(Path(self.identity.folder)).events, "death", actor="supervisor", cause=cause)
 
     def actor(self, name: str) -> Any:
         """The actor of this name that is there now."""
@@ -214,18 +229,7 @@ class BufferActor(Shell):
         else:
             buffer.save()
         self._started_buffer, self.started = buffer, True
-        self._oversight = asyncio.ensure_future(
-            oversee(lambda: self.actor("supervisor"), self._end_supervisor, self._adoptable)
-        )
-
-    def _adoptable(self) -> bool:
-        status = read_json(RunFolder(Path(self.identity.folder)).status_file)
-        return status is not None and status["state"] in ("running", "waiting")
-
-    def _end_supervisor(self, supervisor: Any, cause: str) -> None:
-        """Ray starts another, which adopts the run."""
-        ray.kill(supervisor, no_restart=False)
-        append_event(RunFolder(Path(self.identity.folder)).events, "death", actor="supervisor", cause=cause)
+        self.oversee_supervisor(HUNG)
 
     @property
     def _buffer(self) -> Buffer:
@@ -311,21 +315,21 @@ class MakerActor(Shell):
         from makers.factory import build_maker
         from topology.bundles import makers_in_turns
         from topology.models import resolve_model
-        from topology.roles import model_of, route_of, stage_of
+        from topology.roles import model_of, reads_tokens, route_of, stage_of
         from topology.vocabulary import difference
 
         _, group, index = self.identity.name.split("/")
         config = self.config.makers[group]
         own = model_of(config)
         folder = self.identity.model_path if own is None else str(resolve_model(own.path))
-        if other := difference(
-            Path(self.identity.model_path), Path(folder)
-        ):  # one that is attached is checked here only
+        # One that is attached is checked here only.
+        if reads_tokens(config) and (other := difference(Path(self.identity.model_path), Path(folder))):
             raise ValueError(f"makers.{group}.model.path: {other}: it would score other tokens")
         self._maker = build_maker(
             config,
             name=self.identity.name,
             model_path=folder,
+            policy_path=self.identity.model_path,
             weights=RayWeightClient(self.peer("weights"), self.config.weights.timeout)
             if self.config.collect is None
             else None,
@@ -384,6 +388,7 @@ class TrainerActor(Shell):
         self._trainer = await asyncio.to_thread(build_trainer, self, ranks, step, version)
         self._running: asyncio.Future[str] | None = None
         self.started = True
+        self.oversee_supervisor(HUNG_WITH_BUFFER)
 
     async def publish_start(self) -> None:
         await self._trainer.publish_start()
@@ -421,6 +426,7 @@ class CollectorActor(Shell):
         self._collector = await asyncio.to_thread(build_collector, self)
         self._running: asyncio.Future[str] | None = None
         self.started = True
+        self.oversee_supervisor(HUNG_WITH_BUFFER)
 
     async def publish_start(self) -> None:
         await self._collector.publish_start()

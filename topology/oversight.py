@@ -1,7 +1,8 @@
-"""Who looks after the supervisor, which looks after everybody else: the buffer does.
+"""Who looks after the supervisor, which looks after everybody else: the buffer does, and the consumer behind it.
 
-A supervisor that died Ray starts again. One that hangs (stopped, not dead) would be noticed by nobody, so it is killed once
-it has not answered for `HUNG` seconds, and Ray starts another, which adopts the run.
+A supervisor that died Ray starts again. One that hangs (stopped, not dead) would be noticed by nobody, so the buffer kills
+it once it has not answered for `HUNG` seconds, and Ray starts another, which adopts the run. Should both hang at once, each
+would be the only watcher of the other: whoever takes the complete rows (trainer or collector) kills the supervisor later.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from topology.handles import call
 from topology.runs import HUNG
 
+HUNG_WITH_BUFFER = 2 * HUNG  # seconds after which the consumer does it: the buffer had its time
 LOOKS = 6  # within the time after which it is taken for hung
 log = logging.getLogger("oversight")
 

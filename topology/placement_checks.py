@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from makers.config import ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
+from makers.config import JudgeMaker, ReferenceMaker, RewardMaker, RolloutMaker, TeacherMaker
 from topology.bundles import device, devices_of, units
 from topology.config import RunConfig
 from topology.models import ModelInfo
@@ -102,7 +102,7 @@ def _check_gpu_sets(config: RunConfig, key: str, names: list[str]) -> Iterator[s
     engines = {
         name: engine
         for name in names
-        if isinstance(maker := config.makers.get(name), RolloutMaker | TeacherMaker | ReferenceMaker)
+        if isinstance(maker := config.makers.get(name), RolloutMaker | TeacherMaker | ReferenceMaker | JudgeMaker)
         and (engine := maker.engine) is not None
     }
     shares = sum(engine.gpu_memory_utilization for engine in engines.values())

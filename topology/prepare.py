@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from makers.config import CustomMaker, FilePrompts, ModelConfig, RewardMaker
+from makers.config import Call, CustomMaker, FilePrompts, JudgeMaker, ModelConfig, RewardMaker
 from makers.prompts import PromptsError
 from makers.prompts.mixed import refuse_reserved
 from topology.bundles import Node
@@ -22,7 +22,7 @@ from topology.config import ConfigError, RunConfig, load_config
 from topology.joining import cluster_address, connected
 from topology.models import ModelError, ModelInfo, model_info, resolve_model
 from topology.plan import GIB, Plan, make_plan
-from topology.roles import model_of, on_policy_of
+from topology.roles import model_of, on_policy_of, reads_tokens
 from topology.vocabulary import difference
 from trainers.config import CustomAlgorithm, TrainerConfig
 
@@ -58,6 +58,7 @@ def check(config: RunConfig) -> Prepared:
     _check_own_code(config)
     columns = _check_prompts(config, model)
     _check_routes(config, columns)
+    _check_judges(config, columns)
     _check_reward_functions(config, columns)
     return Prepared(config, path, model, plan, address)
 
@@ -75,7 +76,7 @@ def _own_models(config: RunConfig, policy: Path) -> dict[str, ModelInfo]:
             found[group] = model_info(folder)
         except ModelError as error:
             raise ConfigError(f"{key}: {error}") from None
-        if other := difference(policy, folder):
+        if reads_tokens(config.makers[group]) and (other := difference(policy, folder)):
             raise ConfigError(f"{key}: {other}: it would score other tokens; use a model with the policy's tokenizer")
     return found
 
@@ -189,6 +190,9 @@ def _check_own_code(config: RunConfig) -> None:
     from makers.dotted import check_dotted
 
     paths = {f"makers.{group}.kind": m.kind for group, m in config.makers.items() if isinstance(m, CustomMaker)}
+    for group, maker in config.makers.items():
+        if isinstance(maker, JudgeMaker) and isinstance(maker.parser, Call):
+            paths[f"makers.{group}.parser.path"] = maker.parser.path
     for role, trainer in config.trainers.items():
         if isinstance(trainer.algorithm, CustomAlgorithm):
             paths[f"trainers.{role}.algorithm.type"] = trainer.algorithm.type
@@ -197,6 +201,17 @@ def _check_own_code(config: RunConfig) -> None:
             check_dotted(path)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from None
+
+
+def _check_judges(config: RunConfig, columns: tuple[str, ...] | None) -> None:
+    from makers.judging.template import check_template
+
+    for group, maker in config.makers.items():
+        if isinstance(maker, JudgeMaker):
+            try:
+                check_template(maker.template_text(), columns)
+            except ValueError as error:
+                raise ConfigError(f"makers.{group}.template: {error}") from None
 
 
 def _check_reward_functions(config: RunConfig, columns: tuple[str, ...] | None) -> None:

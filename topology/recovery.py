@@ -243,7 +243,7 @@ class Recovery:
             return f"training is made anew: {self._lost_cause}"
         for name in ("buffer", "weights") if self._crew.config.collect is None else ("buffer",):
             service = self._crew.members.get(name)
-            if service is None:
+            if service is None or (service.state == "starting" and service.life.cause is None):
                 return "the supervisor looks for the actors of the run"
             if not service.life.useful:
                 return f"{name} is made anew: {service.life.cause}"
@@ -289,8 +289,8 @@ class Recovery:
                 run.placement.free(actor.name)
             elif actor.name in names or not self._was_detached(actor, status):
                 crew.enlist(actor)
-        for member in list(crew.members.values()):
-            await self._adopt(member, member.name in names)
+        # At once: a hung one costs its limit, and several of them no more than that.
+        await asyncio.gather(*(self._adopt(member, member.name in names) for member in crew.members.values()))
         crew.end_strangers()
         run.event("adopted", actors=len(crew.members))
         for maker in crew.kind("maker"):
@@ -308,7 +308,7 @@ class Recovery:
             with suppress(ValueError):  # died a moment ago
                 member.handle = ray.get_actor(member.name, namespace=self._run.identity.namespace)
         if member.handle is None:
-            self.lost(member, f"{member.name}: gone when the supervisor came back")
+            self._run.ended(member, f"{member.name}: gone when the supervisor came back")
             return
         self._run.watch.over(member)
         limit = self._run.config.limits.ping
@@ -317,13 +317,13 @@ class Recovery:
         except ActorLost:
             return  # its death is told by the watch
         except TimeoutError:
-            self.lost(member, f"{member.name}: hung, no answer for limits.ping = {limit:g} s")
+            self._run.ended(member, f"{member.name}: hung, no answer for limits.ping = {limit:g} s")
             return
         member.place = place
         if place["started"]:
             member.life.joined()
         else:
-            self.lost(member, f"{member.name}: was being started when the supervisor died")
+            self._run.ended(member, f"{member.name}: was being started when the supervisor died")
 
     async def _adopt_maker(self, maker: Member) -> None:
         with suppress(RunFailed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from makers.config import RewardMaker, RewardModelMaker, RolloutMaker
+from makers.config import JudgeMaker, RewardMaker, RewardModelMaker, RolloutMaker
 from makers.rewards.pool import labels
 from topology.config import RunConfig
 from topology.models import SEQUENCE, TOKEN, ModelInfo
@@ -41,7 +41,9 @@ def _check_overlong(config: RunConfig, model: ModelInfo) -> Iterator[str]:
 
 def _check_reward_models(config: RunConfig, model: ModelInfo) -> Iterator[str]:
     makers = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardMaker)}
-    models = {group: maker for group, maker in config.makers.items() if isinstance(maker, RewardModelMaker)}
+    models = {
+        group: maker for group, maker in config.makers.items() if isinstance(maker, RewardModelMaker | JudgeMaker)
+    }
     read = {term.group for maker in makers.values() for term in maker.models}
     for group, maker in makers.items():
         yield from _check_terms(group, maker, models)
@@ -65,19 +67,20 @@ def _check_reward_models(config: RunConfig, model: ModelInfo) -> Iterator[str]:
             )
 
 
-def _check_terms(group: str, maker: RewardMaker, models: dict[str, RewardModelMaker]) -> Iterator[str]:
+def _check_terms(group: str, maker: RewardMaker, models: dict[str, RewardModelMaker | JudgeMaker]) -> Iterator[str]:
     names = labels(maker.functions)
     for index, term in enumerate(maker.models):
         key = f"makers.{group}.models.{index}"
         scorer = models.get(term.group)
         if scorer is None:
             yield (
-                f"{key}.group: `{term.group}` is no group of `kind: reward_model`; there are: {', '.join(models) or 'none'}"
+                f"{key}.group: `{term.group}` is no group of `kind: reward_model` or `judge`; there are: "
+                f"{', '.join(models) or 'none'}"
             )
             continue
         if term.group in names:
             yield f"{key}.group: a function has the same name, so both would fill `reward/{term.group}`: rename the group"
-        of_tokens = scorer.granularity == "token"
+        of_tokens = isinstance(scorer, RewardModelMaker) and scorer.granularity == "token"
         if of_tokens and term.reduce is None:
             yield (
                 f"{key}.reduce: makers.{term.group} scores each token: say how these become one score (last, min, mean, sum)"

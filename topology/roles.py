@@ -8,6 +8,7 @@ from buffer.config import Route
 from makers.config import (
     CustomMaker,
     DatasetMaker,
+    JudgeMaker,
     MakerConfig,
     ModelConfig,
     RewardModelMaker,
@@ -23,9 +24,10 @@ CRITIC: Final = "critic"
 
 
 def stage_of(maker: MakerConfig, group: str) -> str:
-    """The stage that a maker group fills: its kind; of reward models one for each group; of a maker of one's own the group's
+    """The stage that a maker group fills: its kind; of reward models and judges one for each
+    group; of a maker of one's own the group's
     name. A dataset's rows stand where a policy's would."""
-    if isinstance(maker, RewardModelMaker):
+    if isinstance(maker, RewardModelMaker | JudgeMaker):
         return reward_model_stage(group)
     if isinstance(maker, DatasetMaker):
         return "rollout"
@@ -36,6 +38,11 @@ def model_of(maker: MakerConfig) -> ModelConfig | None:
     """The maker's own model; None: the run's."""
     model: ModelConfig | None = getattr(maker, "model", None)
     return model
+
+
+def reads_tokens(maker: MakerConfig) -> bool:
+    """Whether its model takes the row's token ids, and so needs the tokenizer of the run's; a judge reads text."""
+    return not isinstance(maker, JudgeMaker)
 
 
 def rollout_of(config: RunConfig) -> RolloutMaker:

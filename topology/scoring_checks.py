@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from makers.config import ReferenceMaker, RolloutMaker, TeacherMaker, VllmEngine
+from makers.config import JudgeMaker, ReferenceMaker, RolloutMaker, TeacherMaker, VllmEngine
 from topology.config import RunConfig
 from topology.models import ModelInfo
-from topology.roles import POLICY
+from topology.roles import POLICY, max_response_tokens
 from trainers.config import GroupPolicy
 
 
 def scoring_engine(maker: object) -> VllmEngine | None:
-    """Of a maker that scores on vLLM; None for any other."""
-    return maker.engine if isinstance(maker, TeacherMaker | ReferenceMaker) else None
+    """Of a maker with a frozen model on vLLM; None for any other."""
+    return maker.engine if isinstance(maker, TeacherMaker | ReferenceMaker | JudgeMaker) else None
 
 
 def check_teachers(config: RunConfig, model: ModelInfo) -> Iterator[str]:
@@ -61,12 +61,25 @@ def check_references(config: RunConfig, model: ModelInfo) -> Iterator[str]:
                 )
 
 
+def check_judge(config: RunConfig, group: str, maker: JudgeMaker) -> Iterator[str]:
+    """The template comes on top, and its prompt; both are counted in the judge's tokens when a row comes."""
+    least = maker.max_tokens + max_response_tokens(config)
+    if least >= maker.engine.max_model_len:
+        yield (
+            f"makers.{group}.engine.max_model_len: {maker.engine.max_model_len} has no room for a completion of up to "
+            f"{max_response_tokens(config)} tokens and a verdict of {maker.max_tokens} (makers.{group}.max_tokens), beside the "
+            f"template and the prompt: set it well above {least}, or lower one of the two"
+        )
+
+
 def check_scoring(config: RunConfig, group: str, model: ModelInfo) -> Iterator[str]:
     """`model`: that of the group, its own or the run's."""
     maker = config.makers[group]
     engine = scoring_engine(maker)
     if engine is None:
         return
+    if isinstance(maker, JudgeMaker):
+        yield from check_judge(config, group, maker)
     if isinstance(maker, TeacherMaker) and maker.top_k is not None and maker.top_k > model.vocab:
         yield f"makers.{group}.top_k: {maker.top_k} is more than the {model.vocab} tokens of the model's vocabulary"
     if model.max_positions and engine.max_model_len > model.max_positions:
@@ -75,7 +88,9 @@ def check_scoring(config: RunConfig, group: str, model: ModelInfo) -> Iterator[s
             f"{model.max_positions} positions"
         )
     for rollout, other in config.makers.items():
-        if isinstance(other, RolloutMaker) and other.engine.max_model_len >= engine.max_model_len:
+        if isinstance(maker, JudgeMaker) or not isinstance(other, RolloutMaker):
+            continue
+        if other.engine.max_model_len >= engine.max_model_len:
             yield (
                 f"makers.{group}.engine.max_model_len: {engine.max_model_len} for rows of makers.{rollout} with up to "
                 f"{other.engine.max_model_len} tokens, to which vLLM adds one when it scores: set it to at least "

@@ -46,7 +46,7 @@ class Supervisor(Shell):
         self.folder = RunFolder(Path(identity.folder))
         self.origin = Origin() if resume is None else Origin(resume["step"], resume["version"], resume["folder"])
         self.placement = Placement(plan.groups, identity.namespace)
-        self.watch = Watch(self.config.limits.ping, self._ended)
+        self.watch = Watch(self.config.limits.ping, self.ended)
         self.crew = Crew(identity, plan, self.placement, self.watch.over)
         self.recovery = Recovery(self)
         self.shifts = Shifts(self)
@@ -228,7 +228,7 @@ class Supervisor(Shell):
 
     # --- problems -----------------------------------------------------------------------------------------------------
 
-    def _ended(self, member: Member, cause: str) -> None:
+    def ended(self, member: Member, cause: str) -> None:
         """An actor is gone, or hangs."""
         self.event("death", actor=member.name, cause=cause)
         log_file = f"logs/{member.name.replace('/', '-')}.log"

@@ -184,3 +184,4 @@ def test_the_teachers_on_makers_and_on_ranks_are_compared_where_there_are_both(m
 
     assert alone(job).results[0].metrics["distill/mismatch"] > 1.0, "one of them is drawn by chance"
     assert "distill/mismatch" not in alone(replace(job, columns=False)).results[0].metrics
+    assert "distill/mismatch" not in alone(replace(job, distill=())).results[0].metrics

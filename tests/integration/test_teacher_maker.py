@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from buffer.columns import Columns, validate_answer
 from buffer.records import DataFailure, InfraFailure, Lease, Prompt
@@ -49,8 +50,8 @@ def rollout(prompt_ids=None, responses=(7, 1, 20), seed=0) -> Columns:
     return {**columns, "prompt_ids": ids, "temperatures": np.ones(len(responses), np.float32)}
 
 
-def with_maker(config, scenario):
-    maker = build_maker(config, name="maker/x/0", model_path=model_path(), weights=None, seed=0)
+def with_maker(config, scenario, folder=None):
+    maker = build_maker(config, name="maker/x/0", model_path=str(folder or model_path()), weights=None, seed=0)
     return with_started(maker, scenario)
 
 
@@ -106,6 +107,50 @@ def test_what_a_teacher_says_is_what_transformers_says_behind_each_rows_own_prom
     assert np.abs(second["teacher_target_logprobs"] - truth(told).gather(
         1, torch.from_numpy(told["response_ids"].astype(np.int64))[:, None])[:, 0].numpy()).max() > 0.01  # fmt: skip
     assert_is_truth(empty, truth(plain), plain, 5)
+
+
+def make_successor(folder: Path) -> Path:
+    """A model that expects token + 1 behind a token, then token + 2, then token + 3, wherever the token stands."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    size = 320
+    config = LlamaConfig(
+        vocab_size=size, hidden_size=size, intermediate_size=32, num_hidden_layers=1, num_attention_heads=10,
+        num_key_value_heads=10, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config)
+    weights = dict(made.named_parameters())
+    with torch.no_grad():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):  # nothing but the token itself reaches the end
+            weights[f"model.layers.0.{name}.weight"].zero_()
+        weights["model.embed_tokens.weight"].copy_(torch.eye(size))
+        weights["lm_head.weight"].copy_(sum(torch.eye(size).roll(step, 0) / (2 * step) for step in (1, 2, 3)))
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_each_token_has_the_row_of_its_own_position_in_chunks_in_ragged_rows_and_behind_privileged_prompts(tmp_path):
+    """No token comes twice in a row, so what a successor is expected of tells the position."""
+    rng = np.random.default_rng(0)
+
+    def ragged(lengths) -> Columns:
+        columns = rollout(responses=lengths)
+        ids = rng.permutation(300)[: sum(lengths)].astype(np.int32)
+        return {**columns, "response_ids": ids}
+
+    rows = [ragged(lengths) for lengths in ((1, 90, 2), (17, 16, 15, 33), (1,))]
+    fields = [{}, {"teacher_prompt": PRIVILEGED}, {"teacher_prompt": "No."}]
+
+    async def scenario(maker):
+        return await asyncio.gather(*(made(maker, row, i, fields[i]) for i, row in enumerate(rows)))
+
+    answers = with_maker(teacher(top_k=3, micro_batch_tokens=16), scenario, make_successor(tmp_path / "successor"))
+    for columns, answer in zip(rows, answers, strict=True):
+        samples = np.split(columns["response_ids"], columns["response_offsets"][1:-1])
+        before = np.concatenate([[columns["prompt_ids"][-1], *sample[:-1]] for sample in samples])
+        ids = answer["teacher_ids"].reshape(-1, 3)
+        np.testing.assert_array_equal(ids, (before[:, None] + [1, 2, 3]) % 320)
 
 
 def test_all_of_the_vocabulary_and_none_of_it_are_allowed_and_each_bad_row_fails_as_data_with_its_numbers():

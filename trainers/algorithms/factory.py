@@ -39,6 +39,7 @@ def build_loss(config: TrainerConfig | CriticConfig) -> Algorithm:
         sft_alpha=distill.sft_alpha,
         advantage_alpha=distill.advantage_alpha,
         normalise=config.algorithm.normalise if isinstance(config.algorithm, ClippedPolicy) else "token",
+        on_ranks=distill.teacher is not None,
     )
 
 

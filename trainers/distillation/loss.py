@@ -34,7 +34,8 @@ def with_comparison(labels: dict[str, Tensor], outputs: Tensor) -> dict[str, Ten
 
 
 class DistillLoss:
-    """`policy`: the algorithm whose loss it is added to, if there is one."""
+    """`policy`: the algorithm whose loss it is added to, if there is one. `on_ranks`: whether the teacher is there, so that
+    one on makers is a second, which is compared with it."""
 
     def __init__(
         self,
@@ -44,10 +45,12 @@ class DistillLoss:
         sft_alpha: float,
         advantage_alpha: float,
         normalise: str,
+        on_ranks: bool,
     ) -> None:
         self._policy = policy
         self._coef, self._sft_alpha, self._advantage_alpha = coef, sft_alpha, advantage_alpha
         self._normalise = normalise
+        self._on_ranks = on_ranks
         self.needs_reference = policy is not None and policy.needs_reference
         self.entropy_gradient = policy is not None and policy.entropy_gradient
 
@@ -63,7 +66,7 @@ class DistillLoss:
             sums, maxima = dict(terms.sums), dict(terms.maxima)
         loss = torch.stack(list(parts.values())).sum()
         sums |= {f"loss/{name}": part.detach() for name, part in parts.items()}
-        return LossTerms(loss, sums | _figures(batch), maxima)
+        return LossTerms(loss, sums | self._figures(batch), maxima)
 
     def _with_teachers_advantages(self, batch: TokenBatch) -> TokenBatch:
         if not self._advantage_alpha:
@@ -71,16 +74,15 @@ class DistillLoss:
         gap = batch.labels[TARGET] - batch.proximal.detach()
         return replace(batch, advantages=batch.advantages + self._advantage_alpha * gap)
 
-
-def _figures(batch: TokenBatch) -> dict[str, Tensor]:
-    overlap = batch.labels[OVERLAP].detach()
-    measured = overlap >= 0
-    figures = {
-        "distill/kl": batch.labels[DIVERGENCE].detach().sum(),
-        "distill/teacher_mass": batch.labels[MASS].sum(),
-        "topk_overlap/tokens": measured.sum(),
-        "topk_overlap/sum": overlap[measured].sum(),
-    }
-    if ON_MAKERS in batch.labels:
-        figures["distill/mismatch"] = (batch.labels[ON_MAKERS] - batch.labels[TARGET]).abs().sum()
-    return figures
+    def _figures(self, batch: TokenBatch) -> dict[str, Tensor]:
+        overlap = batch.labels[OVERLAP].detach()
+        measured = overlap >= 0
+        figures = {
+            "distill/kl": batch.labels[DIVERGENCE].detach().sum(),
+            "distill/teacher_mass": batch.labels[MASS].sum(),
+            "topk_overlap/tokens": measured.sum(),
+            "topk_overlap/sum": overlap[measured].sum(),
+        }
+        if self._on_ranks and ON_MAKERS in batch.labels:
+            figures["distill/mismatch"] = (batch.labels[ON_MAKERS] - batch.labels[TARGET]).abs().sum()
+        return figures

@@ -38,9 +38,9 @@ def test_a_reward_model_fills_a_stage_of_its_own_between_the_rollout_and_the_rew
         (
             (read("group: jduge"), JUDGE),
             {},
-            r"models.0.group: `jduge` is no group of `kind: reward_model`; there are: judge",
+            r"models.0.group: `jduge` is no group of `kind: reward_model` or `judge`; there are: judge",
         ),
-        ((read("group: rollout"),), {}, "`rollout` is no group of `kind: reward_model`; there are: none"),
+        ((read("group: rollout"),), {}, "`rollout` is no group of `kind: reward_model` or `judge`; there are: none"),
         (
             (JUDGE,),
             {},

@@ -106,7 +106,7 @@ def test_a_teachers_advantage_is_its_log_prob_less_that_of_the_proximal_policy_a
             return LossTerms(batch.current.sum() * 0.0, {}, {})
 
     seen = Seen()
-    loss = DistillLoss(seen, coef=2.0, sft_alpha=0.5, advantage_alpha=0.1, normalise="token")
+    loss = DistillLoss(seen, coef=2.0, sft_alpha=0.5, advantage_alpha=0.1, normalise="token", on_ranks=False)
     three = torch.tensor([0.0, 1.0, 2.0])
     current = (-1.0 - three).requires_grad_()
     terms = loss(
