@@ -24,7 +24,6 @@ from benchmarks.tandem_run import stop, tandem
 from topology.models import resolve_model
 
 TARGET = 0.9
-KV_BLOCK = 32  # tokens: what makers have on CPUs, for both sides
 PROMPTS = 64
 PER_PART = 8
 ROUNDS = 2  # runs of each side
@@ -37,7 +36,7 @@ def run() -> list[Result]:
     rates = alternate({"job": _job_rate, "vllm": partial(_vllm_rate, model)}, ROUNDS)
     note = (
         f"{describe(rates)}; {PROMPTS} prompts x {workload.SAMPLES}, at most {workload.MAX_TOKENS} tokens, "
-        f"{workload.SEQUENCES} sequences at once, {workload.DTYPE}, {CORES} threads, KV blocks of {KV_BLOCK}, "
+        f"{workload.SEQUENCES} sequences at once, {workload.DTYPE}, {CORES} threads, a maker's engine settings, "
         f"sampled log-probs on both sides; start-up excluded; "
         f"the job also makes text of the tokens and writes {PROMPTS // PER_PART} Parquet files"
     )
@@ -79,7 +78,7 @@ def _job_rate() -> float:
 def _vllm_rate(model: str) -> float:
     answer = run_json(
         "benchmarks.sides.rollout_vllm",
-        *("--model", model, "--prompts", str(PROMPTS), "--threads", str(CORES), "--block-size", str(KV_BLOCK)),
+        *("--model", model, "--prompts", str(PROMPTS), "--threads", str(CORES), "--as-maker"),
         timeout=TIMEOUT,
     )
     return statistics.median(answer["tokens_per_second"])

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ENDS = 5  # steps at the start and at the end that the reward is averaged over
+ENDS = 5  # steps at the start and at the end that the objective is averaged over
+# What a run is judged by, by metric: the first of these that it has.
+OBJECTIVES = {"reward/mean": "reward", "distill/kl": "distillation KL", "loss": "loss"}
 TIME_SPLIT = ("wait_for_batch", "train", "publish", "hand_over", "checkpoint")  # what a trainer does, without overlap
 
 
@@ -47,6 +49,11 @@ class History:
         return any("collected/rows" in row for row in self.steps)
 
     @property
+    def objective(self) -> str:
+        """The metric by which the run is judged."""
+        return next((key for key in OBJECTIVES if self.series(key)), next(iter(OBJECTIVES)))
+
+    @property
     def held_out(self) -> list[Held]:
         scores = {
             event["step"]: Held(event["step"], event["score"], event.get("stderr") or 0.0)
@@ -70,8 +77,9 @@ class Summary:
 
     steps: int
     seconds: float
-    reward_first: float | None
-    reward_last: float | None
+    objective: str  # its name
+    objective_first: float | None
+    objective_last: float | None
     held_before: Held | None
     held_after: Held | None
     max_staleness: float | None
@@ -103,7 +111,7 @@ def read_history(folder: Path) -> History:
 
 def summarise(history: History) -> Summary:
     steps, held = history.steps, history.held_out
-    rewards = [value for _, value in history.series("reward/mean")]
+    objective = [value for _, value in history.series(history.objective)]
     split = {name: sum(values) for name, values in history.time_split()}
     seconds = sum(split.values())
     bounds = Counter(row["bound_by"] for row in steps if row.get("bound_by"))
@@ -112,8 +120,9 @@ def summarise(history: History) -> Summary:
     return Summary(
         steps=len(steps),
         seconds=seconds,
-        reward_first=_mean(rewards[:ENDS]),
-        reward_last=_mean(rewards[-ENDS:]),
+        objective=OBJECTIVES[history.objective],
+        objective_first=_mean(objective[:ENDS]),
+        objective_last=_mean(objective[-ENDS:]),
         held_before=held[0] if held else None,
         held_after=held[-1] if len(held) > 1 else None,
         max_staleness=max((value for _, value in history.series("staleness/max")), default=None),

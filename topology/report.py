@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from topology.charts import Series, line_chart, moving_average, stacked_bars
-from topology.history import History, Summary, read_history, summarise
+from topology.history import OBJECTIVES, History, Summary, read_history, summarise
 from topology.job_report import job_cards, job_charts
 from topology.report_page import PAGE, duration, figure, number
 
-SMOOTH = 5  # steps of the moving average drawn over the reward
+SMOOTH = 5  # steps of the moving average drawn over the objective
 LABELS = {
     "wait_for_batch": "waiting for rows",
     "train": "training",
@@ -82,10 +82,10 @@ def _cards(history: History, figures: Summary) -> list[tuple[str, str, str]]:
     """(name, value, note) of the figures at the top."""
     if history.is_job:
         return job_cards(history, figures)
-    first, last = figures.reward_first, figures.reward_last
+    first, last = figures.objective_first, figures.objective_last
     cards = [
         ("steps", f"{figures.steps}", f"in {duration(figures.seconds)}"),
-        ("reward", f"{number(first)} → {number(last)}", "mean of the first and the last 5 steps"),
+        (figures.objective, f"{number(first)} → {number(last)}", "mean of the first and the last 5 steps"),
     ]
     before, after = figures.held_before, figures.held_after
     if before is not None:
@@ -109,13 +109,13 @@ def _charts(history: History) -> Iterable[str]:
     if history.is_job:
         yield from job_charts(history)
         return
-    reward = history.series("reward/mean")
-    smooth = moving_average([value for _, value in reward], SMOOTH)
-    trend = [(step, value) for (step, _), value in zip(reward, smooth, strict=True)]
+    objective, name = history.series(history.objective), OBJECTIVES[history.objective]
+    smooth = moving_average([value for _, value in objective], SMOOTH)
+    trend = [(step, value) for (step, _), value in zip(objective, smooth, strict=True)]
     yield figure(
-        "Reward",
-        "mean over the samples of a step, and its mean over 5 steps",
-        line_chart([Series("", reward, 0, faint=True), Series("mean of 5", trend, 0)], label="reward"),
+        name[0].upper() + name[1:],
+        "mean of a step, and its mean over 5 steps",
+        line_chart([Series("", objective, 0, faint=True), Series("mean of 5", trend, 0)], label=name),
     )
     held = history.held_out
     points = [(item.step, item.score) for item in held]

@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, required=True)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--block-size", type=int, help="tokens of a KV block; without it vLLM's own default")
+    parser.add_argument(
+        "--as-maker", action="store_true", help="with the engine settings of a maker, not vLLM's defaults"
+    )
     args = parser.parse_args()
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -37,21 +39,25 @@ def main() -> None:
 
     from buffer.records import Prompt
     from makers.config import VllmEngine
+    from makers.engines.vllm_core import engine_arguments
     from makers.prompt_ids import PromptEncoder
 
-    llm = LLM(
-        model=args.model,
-        dtype=workload.DTYPE,
-        max_model_len=workload.CONTEXT,
-        max_num_seqs=workload.SEQUENCES,
-        kv_cache_memory_bytes=int(VllmEngine().kv_cache_gib * 2**30),
-        block_size=args.block_size,
-        enforce_eager=True,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        seed=workload.SEED,
-    )
+    engine = VllmEngine(dtype=workload.DTYPE, max_model_len=workload.CONTEXT, max_num_seqs=workload.SEQUENCES)
+    if args.as_maker:
+        llm = LLM(**engine_arguments(engine, args.model, workload.SEED, sleeps=False))
+    else:
+        llm = LLM(
+            model=args.model,
+            dtype=engine.dtype,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            kv_cache_memory_bytes=int(engine.kv_cache_gib * 2**30),
+            enforce_eager=True,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=workload.SEED,
+        )
     sampling = SamplingParams(
         n=workload.SAMPLES,
         temperature=workload.TEMPERATURE,

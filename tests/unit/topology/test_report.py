@@ -60,7 +60,11 @@ def test_summary_has_the_figures_of_the_run(folder: Path) -> None:
     found = summarise(read_history(folder))
     assert found.steps == 10
     assert found.seconds == 100.0
-    assert (found.reward_first, found.reward_last) == (pytest.approx(0.3), pytest.approx(0.8))
+    assert (found.objective, found.objective_first, found.objective_last) == (
+        "reward",
+        pytest.approx(0.3),
+        pytest.approx(0.8),
+    )
     assert found.held_before is not None
     assert found.held_after is not None
     assert (found.held_before.score, found.held_after.score) == (0.16, 0.71)
@@ -83,7 +87,7 @@ def test_later_record_of_a_step_counts_and_rates_weigh_by_time(tmp_path: Path) -
     run_folder(tmp_path, [step(1), step(2), fast], [])
     found = summarise(read_history(tmp_path))
     assert found.steps == 2
-    assert found.reward_last == pytest.approx(0.5)
+    assert found.objective_last == pytest.approx(0.5)
     assert found.generated_per_s == pytest.approx((10 * 100 + 30 * 200) / 40)
 
 
@@ -115,6 +119,17 @@ def test_report_is_one_file_without_outside_references_and_every_chart_is_valid(
     assert len(charts) == 8
     assert len(charts[2].findall("rect")) == 10 * 4  # the trainer's time: four layers a step
     assert [path.name for path in folder.iterdir() if path.name.startswith("report")] == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"), [({"distill/kl": 2.5, "loss": 3.0}, ("distillation KL", 2.5)), ({"loss": 3.0}, ("loss", 3.0))]
+)
+def test_a_run_without_rewards_is_judged_by_its_divergence_or_its_loss(
+    tmp_path: Path, metrics: dict[str, float], told: tuple[str, float]
+) -> None:
+    run_folder(tmp_path, [step(1, **{"reward/mean": None, **metrics})], [])
+    found = summarise(read_history(tmp_path))
+    assert (found.objective, found.objective_last) == told
 
 
 def test_report_of_a_failed_run_without_evaluations_says_why(tmp_path: Path) -> None:
