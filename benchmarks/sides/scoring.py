@@ -1,6 +1,7 @@
-"""Scored response tokens a second: of the teacher maker, or of bare vLLM with `prompt_logprobs`, on the same sequences.
+"""Scoring by the teacher maker and by bare vLLM with `prompt_logprobs`, of the same sequences, in turn: the seconds of each.
 
-Prints JSON: the rates of each repetition after a short one that is not counted.
+All are in one process, each with an engine of its own, so that a round has them within seconds of each other. The order turns
+by one from round to round. Prints JSON.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -17,23 +18,40 @@ import numpy as np
 from benchmarks import workload
 from buffer.columns import Columns
 from buffer.records import Lease, Prompt
+from makers.config import Resources, TeacherMaker, VllmEngine
 
 PROMPT, RESPONSE = 40, 120  # tokens
 STEP_TOKENS = 1024  # of one forward pass, on both sides
+Score = Callable[[list[Columns]], Awaitable[int]]  # rows in, the number of response tokens that were scored
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--side", choices=("maker", "vllm"), required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--top-k", type=int, required=True)
-    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
-    args = parser.parse_args()
+    print(json.dumps(asyncio.run(_measured(parser.parse_args()))), flush=True)
+
+
+async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     rows = rows_of(args.rows)
-    rates = asyncio.run(maker(args, rows)) if args.side == "maker" else vllm(args, rows)
-    print(json.dumps({"tokens_per_second": rates}), flush=True)
+    sides: dict[str, Score] = {
+        "maker": await maker(args, args.top_k),
+        "maker without K": await maker(args, 0),
+        "vllm": vllm(args),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(args.rounds + 1):  # the first is not counted
+        names = list(sides)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            began = time.perf_counter()
+            tokens = await sides[name](rows)
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    return {"seconds": seconds, "tokens": tokens}
 
 
 def rows_of(count: int) -> list[Columns]:
@@ -49,18 +67,20 @@ def rows_of(count: int) -> list[Columns]:
     ]
 
 
-async def maker(args: Any, rows: list[Columns]) -> list[float]:
-    from makers.config import Resources, TeacherMaker, VllmEngine
+def engine_of(threads: int) -> VllmEngine:
+    return VllmEngine(
+        dtype=workload.DTYPE, max_model_len=workload.CONTEXT, max_num_seqs=workload.SEQUENCES, threads=threads
+    )
+
+
+async def maker(args: argparse.Namespace, top_k: int) -> Score:
     from makers.factory import build_maker
 
-    engine = VllmEngine(
-        dtype=workload.DTYPE, max_model_len=workload.CONTEXT, max_num_seqs=workload.SEQUENCES, threads=args.threads
-    )
     config = TeacherMaker(
         kind="teacher",
         resources=Resources(cpus=args.threads),
-        engine=engine,
-        top_k=args.top_k,
+        engine=engine_of(args.threads),
+        top_k=top_k,
         micro_batch_tokens=STEP_TOKENS,
     )
     made = build_maker(config, name="bench", model_path=args.model, weights=None, seed=workload.SEED)
@@ -76,43 +96,46 @@ async def maker(args: Any, rows: list[Columns]) -> list[float]:
             _, answer = await made.make(lease, {"rollout": columns})
         return int(answer["teacher_mass"].size)
 
-    rates = []
-    for repetition in range(args.repeat + 1):
-        began = time.perf_counter()
-        tokens = await asyncio.gather(*(row(i, columns) for i, columns in enumerate(rows if repetition else rows[:1])))
-        rates.append(sum(tokens) / (time.perf_counter() - began))
-    await made.close()
-    return rates[1:]
+    async def score(rows: list[Columns]) -> int:
+        return sum(await asyncio.gather(*(row(index, columns) for index, columns in enumerate(rows))))
+
+    return score
 
 
-def vllm(args: Any, rows: list[Columns]) -> list[float]:
-    from makers.engines.vllm_core import prepare_environment
-
-    prepare_environment(args.threads, 1)
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+def vllm(args: argparse.Namespace) -> Score:
+    """As anyone would call it, with the flat form of the log-probs and the maker's settings where there is one."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    engine = engine_of(args.threads)
     llm = LLM(
-        args.model, dtype=workload.DTYPE, max_model_len=workload.CONTEXT, max_num_seqs=workload.SEQUENCES,
-        enforce_eager=True, kv_cache_memory_bytes=2**29, max_logprobs=max(1, args.top_k), enable_prefix_caching=False,
-        max_num_batched_tokens=STEP_TOKENS, disable_log_stats=True, use_tqdm_on_load=False,
-    )  # fmt: skip
+        args.model,
+        dtype=engine.dtype,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        kv_cache_memory_bytes=int(engine.kv_cache_gib * 2**30),
+        max_num_batched_tokens=STEP_TOKENS,
+        max_logprobs=args.top_k,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
     asked = SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=args.top_k, flat_logprobs=True, detokenize=False
     )
-    prompts = [
-        TokensPrompt(prompt_token_ids=[*row["prompt_ids"].tolist(), *response.tolist()])
-        for row in rows
-        for response in np.split(row["response_ids"], row["response_offsets"][1:-1])
-    ]
-    rates = []
-    for repetition in range(args.repeat + 1):
-        some = prompts if repetition else prompts[: workload.SAMPLES]
-        began = time.perf_counter()
-        llm.generate(some, asked, use_tqdm=False)
-        rates.append(len(some) * RESPONSE / (time.perf_counter() - began))
-    return rates[1:]
+
+    async def score(rows: list[Columns]) -> int:
+        responses = [(row, np.split(row["response_ids"], row["response_offsets"][1:-1])) for row in rows]
+        prompts = [
+            TokensPrompt(prompt_token_ids=[*row["prompt_ids"].tolist(), *response.tolist()])
+            for row, parts in responses
+            for response in parts
+        ]
+        llm.generate(prompts, asked, use_tqdm=False)
+        return sum(response.size for _, parts in responses for response in parts)
+
+    return score
 
 
 if __name__ == "__main__":

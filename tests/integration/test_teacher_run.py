@@ -1,4 +1,4 @@
-"""On-policy distillation of a tiny student by a teacher that comes, goes and dies, through the command line."""
+"""On-policy distillation of a tiny student by teachers that come, die and hang, through the command line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.command_line import assert_nothing_left, lines, processes_of, tandem, wait_for
+from tests.command_line import assert_nothing_left, events, lines, processes_of, tandem, wait_for
 from topology.runs import read_json
 
 pytestmark = pytest.mark.timeout(240)
@@ -29,6 +30,7 @@ trainers:
     groups_per_step: 4
     steps: 100000
 buffer: {max_attempts: 20}
+limits: {ping: 15}
 checkpoint: {at_end: false}
 """
 OTHER = "{kind: teacher, model: {path: smollm2-135m-instruct}, route: {column: x, values: [1]}, top_k: 8}"
@@ -43,7 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         process.kill()
 
 
-def test_a_run_whose_teacher_dies_waits_says_so_and_goes_on_also_with_one_that_is_attached(folder: Path) -> None:
+def test_a_run_whose_teachers_die_or_hang_waits_says_so_and_goes_on_also_with_one_that_is_attached(
+    folder: Path,
+) -> None:
     done = tandem(folder, "run", "config.yaml", "--detach")
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "runs/tiny"
@@ -58,14 +62,28 @@ def test_a_run_whose_teacher_dies_waits_says_so_and_goes_on_also_with_one_that_i
         )
         assert recorded()["state"] == "running", recorded()["cause"]
 
+    def teachers() -> dict[str, int]:
+        """The processes of those that are up, by name."""
+        rows = [row for row in recorded()["actors"] if row["name"].startswith("maker/teacher/")]
+        return {row["name"]: row["pid"] for row in rows if row["state"] in ("healthy", "suspect")}
+
     goes_on()
-    [teacher] = [actor for actor in recorded()["actors"] if actor["name"] == "maker/teacher/0"]
-    os.kill(teacher["pid"], signal.SIGKILL)
+    os.kill(teachers()["maker/teacher/0"], signal.SIGKILL)
     wait_for(lambda: recorded()["state"] == "waiting", 20, "the run that waits")
     assert recorded()["cause"] == "no maker for teacher: maker/teacher/0 is made anew"
     done = tandem(folder, "attach", "tiny", "teacher", "--replicas", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     goes_on()
+    wait_for(lambda: len(teachers()) == 2, 60, "both teachers")
+    hung, died = teachers(), recorded()["failures"]["died"]
+    for pid in hung.values():
+        os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: recorded()["state"] == "waiting", 60, "the end of the teachers that hang")
+    goes_on()
+    told = {row["cause"] for row in events(folder, "tiny") if row["event"] == "death"}
+    assert {f"{name}: hung, no answer for limits.ping = 15 s" for name in hung} <= told
+    assert recorded()["failures"]["died"] > died, "rows leased to those that hung are given out again"
+    assert not any(psutil.pid_exists(pid) for pid in hung.values())
     (folder / "other.yaml").write_text(OTHER)
     refused = tandem(folder, "attach", "tiny", "other", "--maker", "other.yaml")
     assert refused.returncode == 2, refused.stdout + refused.stderr

@@ -50,6 +50,9 @@ MODELS = {  # what their config.json says
     "tiny-llama-reward": replace(
         model(2, 128, 256, 4, 2, 4e5), architectures=("LlamaForSequenceClassification",), labels=1
     ),
+    "tiny-llama-process-reward": replace(
+        model(2, 128, 256, 4, 2, 4e5), architectures=("LlamaForTokenClassification",), labels=1
+    ),
     "smollm2-135m-instruct-first-24": model(24, 576, 1536, 9, 3, 1.13e8),
     "smollm2-135m-instruct": model(30, 576, 1536, 9, 3, 1.35e8),
     "/models/Qwen3-4B": model(36, 2560, 9728, 32, 8, 4.0e9),
