@@ -19,13 +19,20 @@ OBJECTIVES = {"reward/mean": "reward", "distill/kl": "distillation KL", "loss": 
 TIME_SPLIT = ("wait_for_batch", "train", "publish", "hand_over", "checkpoint")  # what a trainer does, without overlap
 
 
+def objective_of(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The key of OBJECTIVES by which a run with these metrics is judged."""
+    have = (key for key in OBJECTIVES if any(isinstance(row.get(key), int | float) for row in steps))
+    return next(have, next(iter(OBJECTIVES)))
+
+
 @dataclass(frozen=True)
 class Held:
-    """One evaluation on held-out prompts."""
+    """One evaluation on held-out prompts: the score of samples, or the ranks' loss of held-out rows."""
 
     step: int
     score: float
     error: float  # standard error of the score
+    kind: str = "score"  # or loss
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,16 @@ class History:
     @property
     def objective(self) -> str:
         """The metric by which the run is judged."""
-        return next((key for key in OBJECTIVES if self.series(key)), next(iter(OBJECTIVES)))
+        return objective_of(self.steps)
 
     @property
     def held_out(self) -> list[Held]:
-        scores = {
-            event["step"]: Held(event["step"], event["score"], event.get("stderr") or 0.0)
-            for event in self.events
-            if event["event"] == "evaluation" and event.get("score") is not None
-        }
+        scores = {}
+        for event in self.events:
+            if event["event"] == "evaluation" and event.get("score") is not None:
+                scores[event["step"]] = Held(event["step"], event["score"], event.get("stderr") or 0.0)
+            elif event["event"] == "validation":
+                scores[event["step"]] = Held(event["step"], event["loss"], 0.0, "loss")
         return [scores[step] for step in sorted(scores)]
 
     def time_split(self) -> list[tuple[str, list[float]]]:

@@ -17,10 +17,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from topology.history import OBJECTIVES, objective_of
 from topology.runs import ENDED
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SPARK = 40  # steps of the reward curve
+SPARK = 40  # steps of the curve
 RECENT = 10  # steps that the time left is estimated from
 STYLES = {"running": "green", "done": "green", "failed": "red", "draining": "yellow", "stopped": "yellow"}
 
@@ -77,10 +78,11 @@ def plain_line(status: Status, metrics: Metrics) -> str:
     """One line for logs and pipes."""
     if not metrics:
         return f"{status['name']}: {status['state']}" + (f": {status['cause']}" if status.get("cause") else "")
-    row = metrics[-1]
-    parts = [_count(row["step"], status["steps"]), f"reward {_number(row.get('reward/mean'), '.3f')}"]
+    row, objective = metrics[-1], objective_of(metrics)
+    parts = [_count(row["step"], status["steps"]), f"{OBJECTIVES[objective]} {_number(row.get(objective), '.3f')}"]
     parts += [f"staleness {_number(row['staleness/max'], 'g')}"] if "staleness/max" in row else []
-    parts += [f"{_number(row.get('tokens_per_s/generated'), '.0f')} tok/s"]
+    if (generated := row.get("tokens_per_s/generated")) is not None:
+        parts.append(f"{generated:.0f} tok/s")
     parts += [f"bound by {row['bound_by']}"] if row.get("bound_by") else []
     left = seconds_left(status, metrics)
     return ", ".join(parts) + (f", {_duration(left)} left" if left else "")
@@ -106,7 +108,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, status: Status, metrics: Metrics) -> None:
-        """`metrics`: the last metrics objects, oldest first; about 40 fill the reward curve."""
+        """`metrics`: the last metrics objects, oldest first; about 40 fill the curve."""
         if self._live is not None:
             self._live.update(render(status, metrics), refresh=True)
             return
@@ -132,7 +134,8 @@ def _lines(status: Status, metrics: Metrics) -> list[tuple[str, RenderableType]]
     if status.get("phase") and status["state"] not in ENDED:
         lines.append(("collector" if is_job else "trainer", PHASES.get(status["phase"], str(status["phase"]))))
     if row:
-        lines.append(("reward", _reward(metrics, status.get("held_out"))))
+        objective = objective_of(metrics)
+        lines.append((OBJECTIVES[objective], _objective(objective, metrics, status.get("held_out"))))
     if "staleness/max" in row:
         lines.append(("staleness", _staleness(row)))
     if "versions" in status and not is_job:
@@ -175,11 +178,12 @@ def _progress(status: Status, metrics: Metrics) -> RenderableType:
     return grid
 
 
-def _reward(metrics: Metrics, held_out: Mapping[str, Any] | None) -> Text:
-    values = [row["reward/mean"] for row in metrics if row.get("reward/mean") is not None][-SPARK:]
+def _objective(key: str, metrics: Metrics, held_out: Mapping[str, Any] | None) -> Text:
+    values = [row[key] for row in metrics if row.get(key) is not None][-SPARK:]
     text = Text.assemble((_number(values[-1] if values else None, ".3f"), "bold"), "  ", (sparkline(values), "cyan"))
-    if held_out and held_out.get("score") is not None:
-        text.append(f"  held-out {held_out['score']:.3f} at step {held_out['step']}")
+    held = {**(held_out or {})}
+    if (value := held.get("score", held.get("loss"))) is not None:
+        text.append(f"  held-out {value:.3f} at step {held['step']}")
     return text
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from topology.charts import Series, line_chart, moving_average, stacked_bars
-from topology.history import OBJECTIVES, History, Summary, read_history, summarise
+from topology.history import OBJECTIVES, Held, History, Summary, read_history, summarise
 from topology.job_report import job_cards, job_charts
 from topology.report_page import PAGE, duration, figure, number
 
@@ -90,8 +90,8 @@ def _cards(history: History, figures: Summary) -> list[tuple[str, str, str]]:
     before, after = figures.held_before, figures.held_after
     if before is not None:
         value = f"{before.score:.3f} → {after.score:.3f}" if after else f"{before.score:.3f}"
-        note = f"{after.score - before.score:+.3f} (± {_gap_error(figures):.3f})" if after else f"at step {before.step}"
-        cards.append(("held-out score", value, note))
+        note = _gap(before, after) if after else f"at step {before.step}"
+        cards.append((f"held-out {before.kind}", value, note))
     cards += [
         ("max staleness", number(figures.max_staleness, "g"), "published versions behind, at training"),
         ("tokens/s generated", number(figures.generated_per_s, ".0f"), "all makers together"),
@@ -100,9 +100,9 @@ def _cards(history: History, figures: Summary) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _gap_error(figures: Summary) -> float:
-    held = (figures.held_before, figures.held_after)
-    return float(sum(item.error**2 for item in held if item is not None) ** 0.5)
+def _gap(before: Held, after: Held) -> str:
+    error = (before.error**2 + after.error**2) ** 0.5
+    return f"{after.score - before.score:+.3f}" + (f" (± {error:.3f})" if before.kind == "score" else "")
 
 
 def _charts(history: History) -> Iterable[str]:
@@ -119,8 +119,12 @@ def _charts(history: History) -> Iterable[str]:
     )
     held = history.held_out
     points = [(item.step, item.score) for item in held]
-    line = Series("score", points, 1, dots=True, errors=[item.error for item in held])
-    yield figure("Held-out score", "prompts nobody trains on, ± one standard error", line_chart([line], label="score"))
+    line = Series("held out", points, 1, dots=True, errors=[item.error for item in held])
+    kind = held[0].kind if held else "score"
+    note = (
+        "nats a token of rows nobody trains on" if kind == "loss" else "prompts nobody trains on, ± one standard error"
+    )
+    yield figure(f"Held-out {kind}", note, line_chart([line], label=kind))
     layers = [(LABELS[name], COLORS[name], values) for name, values in history.time_split()]
     bars = stacked_bars([row["step"] for row in history.steps], layers, label="time of a step", unit="s")
     keys = [Series(name, (), color) for name, color, _ in layers]

@@ -367,6 +367,7 @@ class Trainer:
             await self._hand_to("ranks")
             with self._phase("evaluate"):
                 found = await validate(self._ranks, self._config.backend, rows)
+        self._held_out = {"step": step, "loss": found.loss}
         self._recorder.event("validation", step=step, loss=found.loss, rows=found.rows, tokens=found.tokens)
         self._recorder.chart(step, {"validation/loss": found.loss})
 

@@ -132,6 +132,15 @@ def test_a_run_without_rewards_is_judged_by_its_divergence_or_its_loss(
     assert (found.objective, found.objective_last) == told
 
 
+def test_the_loss_of_held_out_rows_is_told_where_no_samples_are_scored(tmp_path: Path) -> None:
+    losses = [
+        {"event": "validation", "step": at, "loss": loss, "rows": 4, "tokens": 9} for at, loss in ((0, 3.5), (4, 1.25))
+    ]
+    page = build_report(run_folder(tmp_path, [step(1, **{"reward/mean": None, "loss": 3.0})], losses)).read_text()
+    for told in ("held-out loss", "3.500 → 1.250", "-2.250", "Held-out loss"):
+        assert told in page
+
+
 def test_report_of_a_failed_run_without_evaluations_says_why(tmp_path: Path) -> None:
     run_folder(tmp_path, [step(1)], [])
     (tmp_path / "status.json").write_text(json.dumps({"name": "x", "state": "failed", "cause": "buffer <died>"}))
