@@ -1,11 +1,14 @@
-"""Two processes that compute together through gloo, for what needs no learner around it."""
+"""Two processes that compute together through gloo, for what needs no learner around it.
+
+They are forked from a server that has imported torch once for all tests of this process, and killed when they have answered:
+importing and unloading torch would take ten times as long as what they compute.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 PATIENCE = 60  # seconds for one answer
@@ -16,7 +19,8 @@ def answers_of_two(work: Callable[[int, int, Any], None], count: int) -> list[An
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "pytest"])
     results = context.Queue()
     processes = [context.Process(target=work, args=(rank, port, results), daemon=True) for rank in range(2)]
     try:
@@ -25,7 +29,5 @@ def answers_of_two(work: Callable[[int, int, Any], None], count: int) -> list[An
         return [results.get(timeout=PATIENCE) for _ in range(count)]
     finally:
         for process in processes:
-            process.join(timeout=10)
-            with suppress(ValueError):
-                process.kill()
+            process.kill()
             process.join(timeout=10)

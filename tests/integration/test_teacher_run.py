@@ -13,7 +13,7 @@ import pytest
 from tests.command_line import assert_nothing_left, events, lines, processes_of, tandem, wait_for
 from topology.runs import read_json
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 CONFIG = """
 name: tiny
 model: {path: tiny-llama-first-1}
