@@ -146,7 +146,7 @@ def _start_actors(prepared: Prepared, folder: RunFolder, checkpoint: dict[str, A
             )
         else:
             write_json(folder.cluster_file, {"address": prepared.address, "keeper": None})
-        address = read_json(folder.cluster_file)["address"]
+        address = folder.cluster()["address"]
         with connected(folder, address, own=own) as ray:
             supervisor = _create_supervisor(ray, prepared, folder, checkpoint)
             ray.get(supervisor.start.remote(), timeout=CONNECT)

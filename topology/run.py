@@ -14,7 +14,7 @@ from topology.config import ConfigError, load_config
 from topology.joining import CONNECT, connected
 from topology.names import namespace_of
 from topology.prepare import check
-from topology.runs import ENDED, RunError, RunFolder, process_alive, read_json
+from topology.runs import ENDED, RunError, RunFolder, process_alive
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Run:
 
     def wait_for_cluster_end(self, timeout: float = 60.0) -> None:
         """The keeper ends the run's own cluster shortly after the run; wait for that. Raises TimeoutError."""
-        cluster = read_json(self.folder.cluster_file)
+        cluster = self.folder.cluster()
         deadline = time.monotonic() + timeout
-        while cluster and cluster.get("keeper") and process_alive(cluster["keeper"], cluster["keeper_started"]):
+        while cluster and cluster["keeper"] and process_alive(cluster["keeper"], cluster["keeper_started"]):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"the cluster of run {self.name} (keeper process {cluster['keeper']}) is still there"
@@ -102,10 +102,10 @@ class Run:
 
     @contextmanager
     def supervisor(self) -> Iterator[Any]:
-        cluster = read_json(self.folder.cluster_file)
+        cluster = self.folder.cluster()
         if cluster is None:
             raise RunError(f"run {self.name} has no cluster")
-        with connected(self.folder, cluster["address"], own=cluster.get("keeper") is not None) as ray:
+        with connected(self.folder, cluster["address"], own=cluster["keeper"] is not None) as ray:
             try:
                 supervisor = ray.get_actor("supervisor", namespace=namespace_of(self.name))
             except ValueError as error:

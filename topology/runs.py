@@ -13,8 +13,8 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class RunFolder:
 
     def status(self) -> dict[str, Any]:
         """The last status the supervisor wrote; a run whose cluster is gone without a last word is `failed`."""
-        status = read_json(self.status_file)
+        status = read_json(self.status_file, ("name", "state", "step"))
         if status is None:
             status = {"name": self.name, "state": "starting", "cause": None, "step": 0, "folder": str(self.path)}
         alive = self.cluster_alive() and not self._silent(status)
@@ -106,17 +106,21 @@ class RunFolder:
         """The status until the supervisor writes its own: as good as the process that starts the run, which is this."""
         write_json(self.status_file, {**status, "starter": this_process()})
 
+    def cluster(self) -> dict[str, Any] | None:
+        """Address of the run's Ray cluster, and process id and start time of its `keeper`: None in one it joined."""
+        return read_json(self.cluster_file, ("address", "keeper"))
+
     def cluster_alive(self) -> bool:
         """False once the process that keeps the run's own cluster is gone; a joined cluster counts as alive."""
-        cluster = read_json(self.cluster_file)
+        cluster = self.cluster()
         if cluster is None:
             return False
-        return cluster.get("keeper") is None or process_alive(cluster["keeper"], cluster["keeper_started"])
+        return cluster["keeper"] is None or process_alive(cluster["keeper"], cluster["keeper_started"])
 
     def _silent(self, status: dict[str, Any]) -> bool:
         """In a joined cluster there is no keeper that would notice the death of the supervisor."""
-        cluster = read_json(self.cluster_file)
-        joined = cluster is not None and cluster.get("keeper") is None
+        cluster = self.cluster()
+        joined = cluster is not None and cluster["keeper"] is None
         return joined and time.time() - status.get("time", time.time()) > SILENCE
 
     def tail(self, file: Path, count: int) -> list[dict[str, Any]]:
@@ -128,7 +132,7 @@ class RunFolder:
             stream.seek(start)
             lines = stream.read().splitlines()
         whole = lines[1:] if start else lines  # the first may have been cut
-        return [json.loads(line) for line in whole[-count:] if line.endswith(b"}")]
+        return list(_objects(whole[-count:]))
 
 
 def runs_root() -> Path:
@@ -160,16 +164,20 @@ def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
         yield RunFolder(path.parent.resolve())
 
 
-def read_json(file: Path) -> Any | None:
-    """What is in the file; None if there is none. Raises RunError if it holds something else than an object."""
+def read_json(file: Path, keys: Iterable[str] = ()) -> Any | None:
+    """What is in the file; None if there is none. Raises RunError if that cannot be read or is no object with these keys."""
     try:
         value = json.loads(file.read_text())
     except FileNotFoundError:
         return None
+    except OSError as error:  # a folder in its place, or somebody else's file
+        raise RunError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise RunError(f"{file} is broken: {error}") from None
     if not isinstance(value, dict):
         raise RunError(f"{file} is broken: an object is expected, found {type(value).__name__}")
+    if missing := [key for key in keys if key not in value]:
+        raise RunError(f"{file} is broken: it has no {', '.join(missing)}")
     return value
 
 
@@ -182,6 +190,15 @@ def write_text(file: Path, text: str) -> None:
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     draft.write_text(text)
     draft.replace(file)
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Of those that hold one: a line may be half-written, or damaged."""
+    for line in lines:
+        with suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                yield value
 
 
 def _being_started(status: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from topology.config import ConfigError, RunConfig, dump_config
 from topology.crew import RunFailed
 from topology.members import Member
 from topology.placement import CannotPlace
-from topology.runs import read_json, write_text
+from topology.runs import write_text
 
 if TYPE_CHECKING:
     from topology.supervisor import Supervisor
@@ -103,7 +103,7 @@ class Shifts:
         there are: it offers as many as the run asks for."""
         config = self._crew.config
         resources: Resources = config.makers[group_of(name)].resources
-        own = read_json(self._run.folder.cluster_file)["keeper"] is not None
+        own = self._run.folder.cluster()["keeper"] is not None
         if own and config.cluster.cpus is None:
             resources = resources.model_copy(update={"cpus": 0.0})
         return PlannedActor(name, "maker", resources, 0.0)

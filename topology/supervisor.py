@@ -223,7 +223,7 @@ class Supervisor(Shell):
         self.event(state, cause=cause)
         self.state, self.cause = state, cause
         self._write_status()
-        if read_json(self.folder.cluster_file)["keeper"] is None:  # else it ends our cluster
+        if self.folder.cluster()["keeper"] is None:  # else it ends our cluster
             ray.kill(ray.get_runtime_context().current_actor)
 
     # --- problems -----------------------------------------------------------------------------------------------------

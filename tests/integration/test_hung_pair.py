@@ -27,13 +27,18 @@ def test_a_supervisor_and_a_buffer_that_hang_together_are_both_made_anew(tmp_pat
         try:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda: len(deaths(tmp_path)) >= 2, 180, "the death of both")
+            first, second = deaths(tmp_path)[:2]
+            assert first == "supervisor: hung, no answer for 60 s"
+            assert second.startswith("buffer: hung, no answer for limits.ping = 5 s")
             reached = status(tmp_path, "tiny")["step"]
-            wait_for(lambda: status(tmp_path, "tiny")["step"] >= reached + 3, 180, "steps after both were made anew")
-            causes = [event["cause"] for event in events(tmp_path, "tiny") if event["event"] == "death"]
-            assert causes[0] == "supervisor: hung, no answer for 60 s"
-            assert causes[1].startswith("buffer: hung, no answer for limits.ping = 5 s")
+            wait_for(lambda: status(tmp_path, "tiny")["step"] >= reached + 3, 120, "steps after both were made anew")
         finally:
             for pid in pids:  # still there only if nobody made them anew
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
             tandem(tmp_path, "stop", "tiny", "--now")
+
+
+def deaths(folder: Path) -> list[str]:
+    return [event["cause"] for event in events(folder, "tiny") if event["event"] == "death"]

@@ -75,14 +75,13 @@ def test_a_run_whose_teachers_die_or_hang_waits_says_so_and_goes_on_also_with_on
     assert done.returncode == 0, done.stdout + done.stderr
     goes_on()
     wait_for(lambda: len(teachers()) == 2, 60, "both teachers")
-    hung, died = teachers(), recorded()["failures"]["died"]
+    hung = teachers()
     for pid in hung.values():
         os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: recorded()["state"] == "waiting", 60, "the end of the teachers that hang")
     goes_on()
     told = {row["cause"] for row in events(folder, "tiny") if row["event"] == "death"}
     assert {f"{name}: hung, no answer for limits.ping = 15 s" for name in hung} <= told
-    assert recorded()["failures"]["died"] > died, "rows leased to those that hung are given out again"
     assert not any(psutil.pid_exists(pid) for pid in hung.values())
     (folder / "other.yaml").write_text(OTHER)
     refused = tandem(folder, "attach", "tiny", "other", "--maker", "other.yaml")

@@ -79,11 +79,31 @@ def test_two_processes_cannot_resume_a_run_at_once(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"running"'])
-def test_a_broken_status_is_told_with_its_file(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is broken: Expecting property name"),
+        ("[]", "is broken: an object is expected, found list"),
+        ('"running"', "is broken: an object is expected, found str"),
+        ('{"state": "running"}', "is broken: it has no name, step"),
+    ],
+)
+def test_a_broken_status_is_told_with_its_file(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(text)
-    with pytest.raises(RunError, match=r"status\.json is broken"):
+    with pytest.raises(RunError, match=rf"status\.json {told}"):
         RunFolder(tmp_path).status()
+
+
+def test_a_folder_in_the_place_of_a_status_is_told(tmp_path: Path) -> None:
+    (tmp_path / "status.json").mkdir()
+    with pytest.raises(RunError, match=r"status\.json cannot be read: Is a directory"):
+        RunFolder(tmp_path).status()
+
+
+def test_a_damaged_line_of_metrics_is_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 1}\n\0\0}\n[2]\n{"step": 3}\n')
+    assert folder.tail(folder.metrics, 10) == [{"step": 1}, {"step": 3}]
 
 
 def test_a_half_written_last_line_of_metrics_is_left_out(tmp_path: Path) -> None:
