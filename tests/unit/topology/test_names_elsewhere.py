@@ -1,11 +1,14 @@
-"""The tables of docs/ that tell how a name of another system is called here: whatever their column `here` names exists."""
+"""The tables of docs/ that tell how a name of another system is called here: whatever their column `here` names exists.
+
+A number in parentheses behind a key is its default.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
 import yaml
@@ -20,18 +23,28 @@ METRICS = Path("docs/metrics.md").read_text()
 Keys = tuple[str, ...]
 
 
-def fields(hint: Any, path: Keys = ()) -> Iterator[tuple[Keys, FieldInfo | None]]:
-    """Every key path of the config and its field; `*` is a name that the user chooses, and has none."""
+class Known(NamedTuple):
+    """A key path. `*` is a name that the user chooses: a setting has a field, such a name has none."""
+
+    path: Keys
+    field: FieldInfo | None
+    default: Any = None
+
+
+def fields(hint: Any, path: Keys = (), default: Any = None) -> Iterator[Known]:
+    """Every key path of the config. `default` is that of the section, whose settings may not have the defaults of its class."""
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         for name, field in hint.model_fields.items():
-            yield (*path, name), field
-            yield from fields(field.annotation, (*path, name))
+            own = field.get_default(call_default_factory=True)
+            value = getattr(default, name) if isinstance(default, hint) else own
+            yield Known((*path, name), field, value)
+            yield from fields(field.annotation, (*path, name), value)
     elif get_origin(hint) is dict:
-        yield (*path, "*"), None
+        yield Known((*path, "*"), None)
         yield from fields(get_args(hint)[1], (*path, "*"))
     elif get_origin(hint) is not Literal:
         for inner in get_args(hint):
-            yield from fields(inner, path)
+            yield from fields(inner, path, default)
 
 
 def words(hint: Any) -> Iterator[Any]:
@@ -44,23 +57,25 @@ def words(hint: Any) -> Iterator[Any]:
 
 
 FIELDS = list(fields(RunConfig))
-WORDS = {word for _, field in FIELDS if field for word in words(field.annotation)}
+WORDS = {word for known in FIELDS if known.field for word in words(known.field.annotation)}
 
 
-def named(path: Keys) -> list[FieldInfo | None]:
-    """The fields whose path ends with this one."""
+def named(span: str | Keys) -> list[Known]:
+    """The keys whose path ends with this one."""
+    path = tuple(span.split(".")) if isinstance(span, str) else span
 
     def fits(known: Keys) -> bool:
-        return len(path) <= len(known) and all(b in (a, "*") for a, b in zip(path, known[-len(path) :], strict=True))
+        ends = zip(path, known[-len(path) :], strict=True)
+        return len(path) <= len(known) and all(ours in (written, "*") for written, ours in ends)
 
-    return [field for known, field in FIELDS if fits(known) and known[-len(path)] != "*"]
+    return [known for known in FIELDS if fits(known.path) and known.path[-len(path)] != "*"]
 
 
-def takes(field: FieldInfo | None, value: Any) -> bool:
-    if field is None or value is None:
+def takes(known: Known, value: Any) -> bool:
+    if known.field is None or value is None:
         return True
     try:
-        TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
+        TypeAdapter(Annotated[known.field.annotation, known.field]).validate_python(value)
     except ValidationError:
         return False
     return True
@@ -83,19 +98,17 @@ def problem(span: str) -> str | None:
         return None if f"`{span}`" in METRICS else "no such metric"
     given = yaml.safe_load(span)
     if isinstance(given, str):
-        known = given in WORDS or named(tuple(given.split(".")))
-        return None if known else "neither a key nor a word for one"
+        return None if given in WORDS or named(given) else "neither a key nor a word for one"
     for path, value in settings(given, ()):
         if not (found := named(path)):
             return f"no key {'.'.join(path)}"
-        if not any(takes(field, value) for field in found):
+        if not any(takes(known, value) for known in found):
             return f"{'.'.join(path)} cannot be {value!r}"
     return None
 
 
-def said_here(page: str) -> list[str]:
-    """The pieces of code in the columns `here` of a page."""
-    found: list[str] = []
+def said_here(page: str) -> Iterator[str]:
+    """The cells of the columns `here` of a page."""
     column = None
     for line in Path(f"docs/{page}.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("|") else []
@@ -105,15 +118,21 @@ def said_here(page: str) -> list[str]:
             heads = [cell.split(" (")[0] for cell in cells]
             column = heads.index("here") if "here" in heads else -1
         elif column >= 0 and not set(line) <= set("|-"):
-            found += re.findall(r"`([^`]+)`", cells[column])
-    return found
+            yield cells[column]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_table_of_names_says_of_this_system_exists(page: str) -> None:
-    spans = said_here(page)
+    spans = [span for cell in said_here(page) for span in re.findall(r"`([^`]+)`", cell)]
     assert len(spans) >= 10, "the page has lost its table"
     assert [f"{span}: {why}" for span in spans if (why := problem(span))] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_defaults_that_a_table_of_names_tells_are_ours(page: str) -> None:
+    told = [pair for cell in said_here(page) for pair in re.findall(r"`([\w.*]+)` \((\d[\d.e-]*)", cell)]
+    wrong = [(key, value) for key, value in told if float(value) not in [known.default for known in named(key)]]
+    assert wrong == []
 
 
 def test_what_a_wrong_key_of_an_algorithm_is_said_to_be_called_exists() -> None:
