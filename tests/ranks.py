@@ -13,7 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,9 +41,12 @@ class Ranks:
         free of tensors. After a failure the processes are started anew. Raises RankFailed."""
         if not self._processes:
             self._start()
-        address = f"127.0.0.1:{_free_port()}"
-        for rank, pipe in enumerate(self._pipes[:world_size]):
-            pipe.send((job, Rendezvous(rank, world_size, address, MEETING_SECONDS), arguments))
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            for rank, pipe in enumerate(self._pipes[:world_size]):
+                held = listener if rank == 0 else None
+                pipe.send((job, Rendezvous(rank, world_size, address, MEETING_SECONDS, held), arguments))
         try:
             return self._results(world_size)
         except RankFailed:
@@ -109,9 +112,3 @@ def _serve(pipe: Connection) -> None:
             pipe.send((None, job(rendezvous, *arguments)))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

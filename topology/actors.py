@@ -481,22 +481,23 @@ class RankActor(Shell):
         super().__init__(identity)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
         self._buckets: int | None = None
+        self._listener: socket.socket | None = None
 
     async def ping(self) -> dict[str, Any]:
         """While it trains this is all that it answers: a supervisor that came back needs the number of buckets."""
         return {**await super().ping(), "buckets": self._buckets}
 
     async def free_address(self) -> str:
-        """host:port on this rank's node, where the ranks can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        """host:port on this rank's node, where the ranks can meet. The port is held until they do."""
+        self._listener = socket.socket()
+        self._listener.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{self._listener.getsockname()[1]}"
 
     async def start(self, index: int, world: int, address: str, restore: str | None) -> None:
         """Load the model (and the checkpoint)."""
         from trainers.learner import Rendezvous
 
-        rendezvous = Rendezvous(index, world, address, self.config.limits.step)
+        rendezvous = Rendezvous(index, world, address, self.config.limits.step, self._listener)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._start, rendezvous, restore)
         self.started = True
 

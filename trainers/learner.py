@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 from trainers.batch import Columns, StepPlan
 
 if TYPE_CHECKING:
+    import socket
+
     import numpy as np
     import torch
 
@@ -54,12 +56,17 @@ class RankValues:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one trainer meet. `address` is `host:port` of the store that rank 0 opens."""
+    """Where the ranks of one trainer meet. `address` is `host:port` of the store that rank 0 opens.
+
+    `listener`, of rank 0, has held that port since it was found free: importing what a rank needs takes seconds, in which
+    any process of the node could be given it.
+    """
 
     rank: int
     world_size: int
     address: str
     timeout: float  # seconds, for the meeting and for every collective after it
+    listener: socket.socket | None = None
 
 
 class Learner(Protocol):

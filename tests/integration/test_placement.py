@@ -6,6 +6,8 @@ The scenarios run in a process of their own, which has joined the cluster; what 
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -121,7 +123,19 @@ async def two_tensor_parallel_pairs(folder: str) -> tuple[Any, ...]:
         for actor in bundle.actors
     }
     async with placed(config, folder) as handles:
-        return planned, await places(handles), await handles["trainer/policy/rank/0"].free_address.remote()
+        meeting = await handles["trainer/policy/rank/0"].free_address.remote()
+        return planned, await places(handles), meeting, taken(meeting)
+
+
+def taken(address: str) -> bool:
+    """Whether no other process can listen there."""
+    host, port = address.split(":")
+    with socket.socket() as another:
+        try:
+            another.bind((host, int(port)))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 async def in_turns(folder: str) -> tuple[Any, ...]:
@@ -191,12 +205,12 @@ def pairs(play: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_tensor_parallel_neighbours_share_a_node_and_ranks_are_numbered_node_by_node(pairs: tuple[Any, ...]) -> None:
-    _, seen, _ = pairs
+    _, seen, *_ = pairs
     assert [seen[f"trainer/policy/rank/{index}"][0] for index in range(4)] == [SMALL, SMALL, LARGE, LARGE]
 
 
 def test_makers_that_are_to_be_apart_are_and_everything_is_where_the_plan_said(pairs: tuple[Any, ...]) -> None:
-    planned, seen, _ = pairs
+    planned, seen, *_ = pairs
     assert {name: node for name, (node, _) in seen.items() if "maker/reward" not in name} == {
         name: node for name, node in planned.items() if "maker/reward" not in name
     }
@@ -204,18 +218,19 @@ def test_makers_that_are_to_be_apart_are_and_everything_is_where_the_plan_said(p
 
 
 def test_each_actor_sees_gpus_of_its_own_and_one_that_asked_for_none_sees_none(pairs: tuple[Any, ...]) -> None:
-    _, seen, _ = pairs
+    _, seen, *_ = pairs
     asked = [(node, device) for name, (node, device) in seen.items() if not name.startswith("maker/reward")]
     assert all(device.isdigit() for _, device in asked)
     assert len(set(asked)) == len(asked) == 6
     assert seen["maker/reward/0"][1] == ""
 
 
-def test_the_ranks_meet_on_the_node_of_the_first(pairs: tuple[Any, ...]) -> None:
-    _, seen, meeting = pairs
+def test_the_ranks_meet_on_the_node_of_the_first_at_a_port_that_it_holds_until_then(pairs: tuple[Any, ...]) -> None:
+    _, seen, meeting, held = pairs
     host, port = meeting.split(":")
     assert host == seen["trainer/policy/rank/0"][0]
     assert 1024 < int(port) < 65536
+    assert held
 
 
 def test_colocated_engines_use_the_gpus_of_the_ranks_and_no_others(play: Callable[..., Any], tmp_path: Path) -> None:

@@ -48,8 +48,11 @@ def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> dist.Store:
     if rendezvous.world_size == 1:
         return dist.HashStore()  # nobody to meet: no port
     host, _, port = rendezvous.address.rpartition(":")
+    held = None if rendezvous.listener is None else rendezvous.listener.detach()  # the store closes it
     try:
-        return dist.TCPStore(host, int(port), rendezvous.world_size, rendezvous.rank == 0, timeout)
+        return dist.TCPStore(
+            host, int(port), rendezvous.world_size, rendezvous.rank == 0, timeout, master_listen_fd=held
+        )
     except dist.DistStoreError as error:
         raise TimeoutError(
             f"rank {rendezvous.rank} of {rendezvous.world_size} did not meet the others at {rendezvous.address} "
