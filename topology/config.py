@@ -25,7 +25,7 @@ from makers.config import (
     ModelConfig,
     PromptsConfig,
 )
-from trainers.algorithms.config import CALLED_HERE
+from trainers.algorithms.config import CALLED_HERE, ONE_PASS, PASSES
 from trainers.collecting.config import CollectConfig
 from trainers.config import NOT_OFFERED, MetricsConfig, TrainersConfig
 from weights.config import WeightsConfig
@@ -275,6 +275,8 @@ def _unknown(path: list[str]) -> str:
                 return f"not offered: {reason}"
     if "algorithm" in parents and key in CALLED_HERE:
         return f"unknown key: it is called `{CALLED_HERE[key]}` here"
+    if "trainers" in parents and key in PASSES:
+        return f"not offered: {ONE_PASS}"
     if "sampling" in parents and key in NOT_REPLAYED:
         return f"not offered: {WHY_NOT_REPLAYED}"
     if "engine" in parents and key.startswith(DATA_PARALLEL):

@@ -22,9 +22,14 @@ CALLED_HERE = {
     "epsilon_low": "clip_low",
     "epsilon_high": "clip_high",
     "clip_ratio_high": "clip_high",
-    "beta": "kl_coef",
+    "cliprange": "clip_low",
+    "beta": "kl_coef, or trainers.policy.distill.beta",
     "kl_loss_coef": "kl_coef",
     "kl_loss_type": "kl_estimator",
+    "kl_in_reward": "kl_in",
+    "use_kl_in_reward": "kl_in",
+    "adv_estimator": "type",
+    "advantage_estimator": "type",
     "loss_type": "type and normalise",
     "loss_agg_mode": "normalise",
     "mask_truncated_completions": "mask_truncated",
@@ -33,11 +38,22 @@ CALLED_HERE = {
     "norm_adv_by_std_in_grpo": "scale_rewards",
     "importance_sampling_level": "type: gspo",
     "importance_sampling": "corrections.truncate",
-    "num_iterations": "trainers.policy.minibatches",
-    "ppo_epochs": "trainers.policy.minibatches",
+    "off_policy_mask_threshold": "corrections.mask_off_policy",
+    "off_policy_sequence_mask_delta": "corrections.mask_off_policy",
+    "teacher_kl_coef": "trainers.policy.distill.advantage_alpha",
+    "ppo_mini_batch_size": "trainers.policy.minibatches",
+    "steps_per_generation": "trainers.policy.minibatches",
+    "num_mini_batches": "trainers.policy.minibatches",
     "dynamic_sample": "type: dapo",
     "filter_groups": "type: dapo",
+    "max_resample_times": "max_refills",
+    "max_num_gen_batches": "max_refills",
 }
+
+PASSES = {"num_iterations", "ppo_epochs", "num_ppo_epochs"}
+ONE_PASS = (
+    "each row is trained once; `trainers.policy.minibatches` parts the rows of a step among several optimizer steps"
+)
 
 
 class Truncate(Strict):

@@ -71,6 +71,10 @@ def test_every_shipped_config_loads_and_survives_a_round_trip(path: Path) -> Non
             "trainers.policy.algorithm.epsilon=0.2",
             "trainers.policy.algorithm.epsilon: unknown key: it is called `clip_low` here",
         ),
+        (
+            "trainers.policy.algorithm.num_iterations=2",
+            "trainers.policy.algorithm.num_iterations: not offered: each row is trained once",
+        ),
         ("makers={}", "makers: Dictionary should have at least 1 item"),
     ],
 )
