@@ -7,22 +7,27 @@ importing and unloading torch would take ten times as long as what they compute.
 from __future__ import annotations
 
 import multiprocessing
-import socket
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 PATIENCE = 60  # seconds for one answer
 
 
-def answers_of_two(work: Callable[[int, int, Any], None], count: int) -> list[Any]:
-    """The `count` things that `work(rank, port, results)`, a function of a module, puts into its queue on both ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def answers_of_two(work: Callable[[int, str, Any], None], count: int) -> list[Any]:
+    """The `count` things that `work(rank, meeting, results)`, a function of a module, puts into its queue on both ranks.
+
+    `meeting` is the init_method of their process group: a file, since a port that is free now may be taken when they listen.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return _answers(work, f"file://{folder}/meeting", count)
+
+
+def _answers(work: Callable[[int, str, Any], None], meeting: str, count: int) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "pytest"])
     results = context.Queue()
-    processes = [context.Process(target=work, args=(rank, port, results), daemon=True) for rank in range(2)]
+    processes = [context.Process(target=work, args=(rank, meeting, results), daemon=True) for rank in range(2)]
     try:
         for process in processes:
             process.start()

@@ -1,4 +1,7 @@
-"""PPO with its four roles through the command line: real Ray, real vLLM, real Megatron-core, a tiny model."""
+"""PPO with its four roles through the command line: real Ray, real vLLM, real Megatron-core, a tiny model.
+
+Beside the functions of its config a process reward model scores each token, at a weight that leaves learning to the functions.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForTokenClassification
 
 from tests import command_line
 from tests.command_line import assert_nothing_left, lines, processes_of, status
+from topology.models import resolve_model
 
 FOUR_ROLES = str(Path(__file__).resolve().parents[2] / "configs/ppo-four-roles.yaml")
 NAME = "ppo-four-roles"
 STEPS, MORE = 15, 2
+PROCESS = (
+    "makers.process={kind: reward_model, granularity: token, model: {path: tiny-llama-process-reward}, dtype: float32}"
+)
+WEIGHT = 0.05
+MODELS = f"makers.reward.models=[{{group: process, weight: {WEIGHT}, reduce: sum, per_token: true}}]"
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -29,7 +42,8 @@ def tandem(folder: Path, *args: str) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run, and its resumption from the checkpoint of its last step."""
     folder = tmp_path_factory.mktemp("finished")
-    tandem(folder, "run", FOUR_ROLES, "--set", f"trainers.policy.steps={STEPS}", "--set", "checkpoint.every=null")
+    settings = (f"trainers.policy.steps={STEPS}", "checkpoint.every=null", PROCESS, MODELS)
+    tandem(folder, "run", FOUR_ROLES, *(part for setting in settings for part in ("--set", setting)))
     tandem(folder, "resume", f"runs/{NAME}", "--set", f"trainers.policy.steps={STEPS + MORE}")
     yield folder
     for process in processes_of(folder / "runs"):
@@ -54,6 +68,7 @@ def test_policy_critic_reference_and_reward_are_actors_of_their_own(finished: Pa
         "maker/rollout/0",
         "maker/reference/0",
         "maker/reward/0",
+        "maker/process/0",
     ]
     assert_nothing_left(finished / "runs" / NAME)
 
@@ -78,6 +93,36 @@ def test_divergence_from_the_reference_is_taken_from_the_reward(steps: list[dict
         assert step["reward/kl_penalty"] == pytest.approx(
             0.02 * step["kl"] * step["response_length/mean"], rel=0.2, abs=1e-3
         )
+
+
+def test_the_returns_have_each_tokens_reward_at_its_own_token(finished: Path, steps: list[dict[str, Any]]) -> None:
+    """In the first step all values are 0, so a return is what is left of the rewards, discounted with gamma * lambda.
+
+    KL is below 0.02 there, and `kl_coef` makes no more of it than the tolerance.
+    """
+    rows = pq.read_table(finished / "runs" / NAME / "rows/step-000001.parquet").to_pylist()
+    path = resolve_model("tiny-llama-process-reward")
+    model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32)
+    where_they_stand, at_the_end = [], []
+    for row in rows:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["prompt_ids"] + row["response_ids"]])).logits
+        own = WEIGHT * logits[0, len(row["prompt_ids"]) :, 0].numpy().astype(np.float64)
+        last = np.zeros_like(own)
+        last[-1] = row["reward"] - own.sum()
+        where_they_stand += returns(own + last, 0.95)
+        last[-1] = row["reward"]
+        at_the_end += returns(last, 0.95)
+    assert steps[0]["value/returns"] == pytest.approx(np.mean(where_they_stand), abs=2e-3)
+    assert abs(np.mean(at_the_end) - np.mean(where_they_stand)) > 0.02, "else this test would say nothing"
+
+
+def returns(rewards: np.ndarray, discount: float) -> list[float]:
+    """Of each token: its reward and the discounted ones after it."""
+    found = [0.0]
+    for reward in rewards[::-1]:
+        found.append(reward + discount * found[-1])
+    return found[:0:-1]
 
 
 def test_every_step_is_within_the_staleness_bound_and_has_fewer_than_60_figures(steps: list[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -12,7 +13,8 @@ from topology.capacity import Capacity
 from topology.config import load_config
 from topology.models import ModelInfo
 from topology.plan import Plan, make_plan
-from topology.roles import model_of
+from topology.roles import POLICY, model_of
+from trainers.config import AlgorithmConfig
 
 LAPTOP = Capacity("this machine", (Node("laptop", cpus=float("inf"), gpus=0, memory_gib=16),))
 ONE_NODE = Capacity("this machine", (Node("a", cpus=64, gpus=8, memory_gib=512),))
@@ -72,6 +74,13 @@ def test_every_shipped_config_has_a_plan(path: Path) -> None:
     plan = plan_of(path.stem)
     assert (plan.gpus > 0) == (path.stem in ON_GPUS)
     assert load_config(path).name == path.stem
+
+
+def test_every_built_in_algorithm_has_a_shipped_config_of_its_own() -> None:
+    kinds, *_ = get_args(AlgorithmConfig)
+    built_in = {get_args(kind)[1].tag for kind in get_args(kinds)} - {"custom"}
+    configs = [load_config(path) for path in Path("configs").glob("*.yaml")]
+    assert built_in == {config.trainers[POLICY].algorithm.type for config in configs if config.collect is None}
 
 
 @pytest.mark.parametrize(("name", "makers", "ranks"), [("1m1t", 1, 1), ("1m2t", 1, 2), ("2m1t", 2, 1), ("2m2t", 2, 2)])

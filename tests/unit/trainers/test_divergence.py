@@ -260,9 +260,9 @@ def test_the_overlap_counts_the_teachers_tokens_among_as_many_of_the_students():
     assert float(found[3]) == pytest.approx(1 / 3)
 
 
-def _rank(rank: int, port: int, results: Any) -> None:
+def _rank(rank: int, meeting: str, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     for kind in KINDS:
         for mode in MODES:
             divergence = Divergence(kind, beta=0.3, temperature=1.0 if mode == "top_k" else 0.7)

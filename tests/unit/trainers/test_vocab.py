@@ -102,9 +102,9 @@ def test_in_bfloat16_the_softmax_is_still_taken_in_float32():
     torch.testing.assert_close(logprob, exact, rtol=1e-6, atol=1e-6)
 
 
-def _rank(rank: int, port: int, results) -> None:
+def _rank(rank: int, meeting: str, results) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     found = actual(rank, 2, True, dist.group.WORLD)
     results.put((rank, {name: value.tolist() for name, value in found.items()}))
     dist.barrier()
