@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from benchmarks import workload
@@ -57,7 +59,9 @@ def advantages(rows: list[Columns]) -> list[np.ndarray]:
     return [np.where(np.arange(workload.SAMPLES) % 2 == 0, 1.0, -1.0).astype(np.float32) for _ in rows]
 
 
-def plan(rows: list[Columns], step: int, micro_batch_tokens: int, *, share_prompt: bool) -> StepPlan:
+def plan(
+    rows: list[Columns], step: int, micro_batch_tokens: int, *, share_prompt: bool, whole_rows: bool = False
+) -> StepPlan:
     """Of a step in which every sample is computed, on one rank."""
     return plan_step(
         step=step,
@@ -68,7 +72,14 @@ def plan(rows: list[Columns], step: int, micro_batch_tokens: int, *, share_promp
         max_response_tokens=workload.MAX_TOKENS,
         micro_batch_tokens=micro_batch_tokens,
         share_prompt=share_prompt,
+        whole_rows=whole_rows,
     )
+
+
+def label(plan: StepPlan, name: str, rows: list[Columns], value: float) -> StepPlan:
+    """The plan with a label that has one value for all response tokens."""
+    values = tuple(np.full(row["response_ids"].size, value, np.float32) for row in rows)
+    return replace(plan, labels={**plan.labels, name: values})
 
 
 def tokens(rows: list[Columns]) -> int:

@@ -5,7 +5,7 @@ Raises ConfigError for what cannot be: rows keep the columns they have, so a new
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import count, islice
 from typing import Any
 
@@ -82,6 +82,18 @@ def were_joining(config: RunConfig, there: Iterable[str], rows: Iterable[Mapping
         names = set(_of_group(group, {*there, *told}))
         doubtful = sorted(name for name in names if told.get(name, True))
         found += doubtful[max(0, len(doubtful) - max(0, len(names) - maker.replicas)) :]
+    return found
+
+
+def were_lost(config: RunConfig, there: Collection[str], rows: Collection[Mapping[str, Any]]) -> list[str]:
+    """The makers that the `config` counts and that died while nobody watched: they worked by the last status, and are not
+    among those found."""
+    joining = set(were_joining(config, there, rows))
+    worked = {row["name"] for row in rows if row["state"] != "draining"} - joining - {*there}
+    found: list[str] = []
+    for group, maker in config.makers.items():
+        missing = maker.replicas - len({*_of_group(group, there)} - joining)
+        found += sorted(_of_group(group, worked))[: max(0, missing)]
     return found
 
 

@@ -64,12 +64,14 @@ class Placement:
         self._settle(group, handle)
 
     def adopt(self, groups: Sequence[BundleGroup]) -> None:
-        """What an earlier life of the supervisor has reserved, by the names of the groups."""
-        named = {row["name"]: row for row in placement_group_table().values() if row["state"] != "REMOVED"}
+        """What an earlier life of the supervisor has reserved, by the names of the groups. All else of it is given back."""
+        there = _there(self._namespace)
         for group in groups:
-            row = named.get(self._name(group))
-            if row is not None:
-                self._settle(group, PlacementGroup(ray.PlacementGroupID.from_hex(row["placement_group_id"])))
+            handle = there.pop(self._name(group), None)
+            if handle is not None:
+                self._settle(group, handle)
+        for handle in there.values():
+            remove_placement_group(handle)
 
     def free(self, actor: str) -> None:
         """Give back what was reserved for this actor alone."""
@@ -112,9 +114,15 @@ class Placement:
 
 def release(namespace: str) -> None:
     """Remove every placement group of a run, whoever made it."""
-    for row in placement_group_table().values():
-        if row["name"].startswith(f"{namespace}/") and row["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(row["placement_group_id"])))
+    for handle in _there(namespace).values():
+        remove_placement_group(handle)
+
+
+def _there(namespace: str) -> dict[str, PlacementGroup]:
+    """Those of a run, by name."""
+    rows = [row for row in placement_group_table().values() if row["state"] != "REMOVED"]
+    mine = [row for row in rows if row["name"].startswith(f"{namespace}/")]
+    return {row["name"]: PlacementGroup(ray.PlacementGroupID.from_hex(row["placement_group_id"])) for row in mine}
 
 
 def cluster_nodes() -> tuple[Node, ...]:

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from buffer.config import Route
-from topology.capacity import PlannedActor
-from topology.changes import group_of, were_joining
+from topology.changes import group_of, were_joining, were_lost
 from topology.config import load_config
 from topology.crew import Origin, RunFailed
 from topology.handles import ActorLost, call
@@ -279,16 +278,17 @@ class Recovery:
         run.state = "running"
         crew.config = load_config(run.folder.config)
         names = set(crew.names_there())
-        planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
-        known = [name for name in sorted(names - planned.keys()) if group_of(name) in crew.config.makers]
-        added = [run.shifts.planned(name) for name in known]  # those of other groups were just being attached
-        run.placement.adopt([*run.plan.groups, *map(own_bundle, added)])
         joining = set(were_joining(crew.config, names, status["actors"]))
-        for actor in (*planned.values(), *added):
-            if actor.name in joining:
-                run.placement.free(actor.name)
-            elif actor.name in names or not self._was_detached(actor, status):
-                crew.enlist(actor)
+        lost = were_lost(crew.config, names, status["actors"])
+        makers = {
+            name for name in names - joining if name.startswith("maker/") and group_of(name) in crew.config.makers
+        }
+        planned = {actor.name: actor for actor in run.plan.actors if actor.kind != "supervisor"}
+        actors = [actor for actor in planned.values() if actor.kind != "maker"]
+        actors += [planned.get(name) or run.shifts.planned(name) for name in sorted({*makers, *lost})]
+        run.placement.adopt([*run.plan.groups, *(own_bundle(actor) for actor in actors if actor.kind == "maker")])
+        for actor in actors:
+            crew.enlist(actor)
         # At once: a hung one costs its limit, and several of them no more than that.
         await asyncio.gather(*(self._adopt(member, member.name in names) for member in crew.members.values()))
         crew.end_strangers()
@@ -299,9 +299,6 @@ class Recovery:
         for name in names - crew.members.keys():
             with suppress(RunFailed):  # the buffer may have been told of it a moment ago
                 await crew.ask(crew.buffer, "maker_died", name, "the supervisor died while it was being attached")
-
-    def _was_detached(self, actor: PlannedActor, status: dict[str, Any]) -> bool:
-        return actor.kind == "maker" and all(row["name"] != actor.name for row in status["actors"])
 
     async def _adopt(self, member: Member, there: bool) -> None:
         if there:

@@ -57,6 +57,7 @@ class Shifts:
                     await self._refuse(member, str(error))
                 raise
             self._write_config(after)
+            self._run.write_status()
             for member in members:
                 self._run.event("attach", maker=member.name)
             await self._tell_trainer()
@@ -170,6 +171,7 @@ class Shifts:
             self._crew.config = shrunk(self._crew.config, name)
             self._forget(member)
             self._write_config(self._crew.config)
+            self._run.write_status()
             self._run.event("detach", maker=name)
             await self._tell_trainer()
 

@@ -25,7 +25,7 @@ from topology.members import Member, snapshot
 from topology.placement import CannotPlace, Placement, release
 from topology.plan import Plan
 from topology.recovery import Recovery
-from topology.runs import RunFolder, read_json, this_process, write_json
+from topology.runs import ENDED, RunError, RunFolder, read_json, this_process, write_json
 from topology.shifts import Shifts
 from topology.watch import Watch
 from trainers.checkpoints import CheckpointError
@@ -58,17 +58,16 @@ class Supervisor(Shell):
         self.hurry = asyncio.Event()  # do not drain, or no longer
         self.training: asyncio.Future[str] | None = None  # the trainer's call, once it runs
         self.begun = False
+        if ray.get_runtime_context().was_current_actor_reconstructed:  # perhaps nobody else is left who would call
+            asyncio.get_running_loop().call_soon(self._come_back)
 
     async def start(self) -> None:
         """Begin, and return at once: the run does not depend on whoever started it."""
-        self._begin(self._bring_up())
+        if not self.begun:  # else it died before
+            self._begin(self._bring_up())
 
     async def hold(self) -> None:
-        """Every actor waits in here. One that comes before `start` was called comes from this process's earlier life."""
-        if not self.begun:
-            status = read_json(self.folder.status_file) or {"state": "starting"}
-            self.state = status["state"]
-            self._begin(self.recovery.adopt(status))
+        """Every actor waits in here."""
         await asyncio.Event().wait()
 
     async def stop(self, now: bool) -> None:
@@ -93,6 +92,20 @@ class Supervisor(Shell):
         await self.shifts.detach(name, now)
 
     # --- the life of a run --------------------------------------------------------------------------------------------
+
+    def _come_back(self) -> None:
+        """Go on with the run that this process had in an earlier life."""
+        try:
+            status = read_json(self.folder.status_file, ("state", "actors")) or {"state": "starting"}
+        except RunError as error:
+            log.warning("%s", error)
+            status = {"state": "unknown"}
+        self.state = status["state"]
+        if self.state in ENDED:
+            self._clear()
+            self._leave()
+        else:
+            self._begin(self.recovery.adopt(status))
 
     def _begin(self, first: Coroutine[Any, Any, None]) -> None:
         self.begun = True
@@ -216,13 +229,20 @@ class Supervisor(Shell):
         for member in self.crew.members.values():
             self.crew.end(member)
             member.life.end()
-        self.crew.end_strangers()
-        release(self.identity.namespace)
+        self._clear()
         log.info("run ended: %s %s", state, cause or "")
         cause = cause and cause.partition("\nTraceback (most recent call last)")[0]  # the whole of it is in the log
         self.event(state, cause=cause)
         self.state, self.cause = state, cause
-        self._write_status()
+        self.write_status()
+        self._leave()
+
+    def _clear(self) -> None:
+        """Nothing of the run is left but this supervisor."""
+        self.crew.end_strangers()
+        release(self.identity.namespace)
+
+    def _leave(self) -> None:
         if self.folder.cluster()["keeper"] is None:  # else it ends our cluster
             ray.kill(ray.get_runtime_context().current_actor)
 
@@ -256,12 +276,7 @@ class Supervisor(Shell):
         await asyncio.sleep(0)  # adopted actors are enlisted first: the file tells the next supervisor who there was
         while True:
             await self._refresh()
-            try:
-                self._write_status()
-            except OSError as error:  # a full disk; the next one may fit
-                log.warning("status.json was not written: %s", error)
-                with suppress(OSError):
-                    self.folder.status_file.touch()  # the keeper is to see that somebody is there
+            self.write_status()
             await asyncio.sleep(1.0)
 
     async def _refresh(self) -> None:
@@ -292,8 +307,14 @@ class Supervisor(Shell):
         )
         return {**found, "supervisor": this_process()}
 
-    def _write_status(self) -> None:
-        write_json(self.folder.status_file, self._snapshot())
+    def write_status(self) -> None:
+        """For the world, and for the next supervisor: it makes anew what worked by then."""
+        try:
+            write_json(self.folder.status_file, self._snapshot())
+        except OSError as error:  # a full disk; the next one may fit
+            log.warning("status.json was not written: %s", error)
+            with suppress(OSError):
+                self.folder.status_file.touch()  # the keeper is to see that somebody is there
 
     def event(self, kind: str, **values: Any) -> None:
         try:

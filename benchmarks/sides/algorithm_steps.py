@@ -9,12 +9,15 @@ from pydantic import TypeAdapter
 
 from benchmarks import batches, workload
 from topology.models import model_info
+from trainers.algorithms.base import REFERENCE
 from trainers.algorithms.factory import build_loss
+from trainers.batch import StepPlan
 from trainers.config import AlgorithmConfig, MegatronBackend, Optimizer, TrainerConfig
 from trainers.learner import Rendezvous
 from trainers.rank import TrainerRank
 from trainers.step import Stepper
 
+SETTINGS = {"dpo": {"type": "dpo", "reference": "maker"}}
 COMPUTE = ("pack", "train")  # phases of a step that make up forward and backward
 
 
@@ -42,10 +45,11 @@ def main() -> None:
         name: Stepper(rank.learner.policy, build_loss(config), config.optimizer, steps=1, past_versions=0)
         for name, config in configs.items()
     }
+    plans = {name: _plan(name, rows, configs[name].backend) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(args.rounds + 1):  # the first is not counted
         for name, stepper in steppers.items():
-            found = _step(stepper, rows, configs[name].backend)
+            found = _step(stepper, plans[name], rows)
             if number:
                 seconds[name].append(found)
     rank.close()
@@ -61,7 +65,7 @@ def _config(name: str, args: argparse.Namespace) -> TrainerConfig:
         threads=args.threads,
     )
     return TrainerConfig(
-        algorithm=TypeAdapter(AlgorithmConfig).validate_python({"type": name}),
+        algorithm=TypeAdapter(AlgorithmConfig).validate_python(SETTINGS.get(name, {"type": name})),
         backend=backend,
         optimizer=Optimizer(lr=workload.LEARNING_RATE),
         groups_per_step=workload.GROUPS,
@@ -69,12 +73,18 @@ def _config(name: str, args: argparse.Namespace) -> TrainerConfig:
     )
 
 
-def _step(stepper: Stepper, rows: list[batches.Columns], backend: MegatronBackend) -> float:
-    plan = batches.plan(rows, 1, backend.micro_batch_tokens, share_prompt=backend.share_prompt)
+def _step(stepper: Stepper, plan: StepPlan, rows: list[batches.Columns]) -> float:
     result = stepper.run(plan, rows)
     if result.skipped is not None:
         raise RuntimeError(f"a step was skipped: {result.skipped}")
     return sum(result.seconds[phase] for phase in COMPUTE)
+
+
+def _plan(name: str, rows: list[batches.Columns], backend: MegatronBackend) -> StepPlan:
+    """The same for all; that of `dpo`, for which the samples are pairs, has what a reference maker would give."""
+    pairs = name == "dpo"
+    plan = batches.plan(rows, 1, backend.micro_batch_tokens, share_prompt=backend.share_prompt, whole_rows=pairs)
+    return batches.label(plan, REFERENCE, rows, -10.0) if pairs else plan
 
 
 if __name__ == "__main__":

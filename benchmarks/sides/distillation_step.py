@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from benchmarks import batches, workload
 from topology.models import model_info
 from trainers.algorithms.factory import build_loss
-from trainers.batch import StepPlan
 from trainers.config import DistillAlgorithm, DistillConfig, Grpo, MegatronBackend, Optimizer, TrainerConfig
 from trainers.distillation.columns import DEMONSTRATED
 from trainers.distillation.divergence import divergence_of
@@ -66,7 +62,7 @@ def main() -> None:
     rows = batches.rows("ragged", vocabulary)
     taught = [{**row, **batches.teacher(row, args.top_k, vocabulary)} for row in rows]
     plan = batches.plan(rows, 1, backend.micro_batch_tokens, share_prompt=True)
-    steps = {"distill": (_with_labels(plan, taught), taught), "grpo": (plan, rows)}
+    steps = {"distill": (batches.label(plan, DEMONSTRATED, rows, 0.0), taught), "grpo": (plan, rows)}
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     for number in range(args.rounds + 1):  # the first is not counted
         for name, stepper in steppers.items():
@@ -78,11 +74,6 @@ def main() -> None:
                 seconds[name].append(sum(result.seconds[phase] for phase in COMPUTE))
     rank.close()
     print(json.dumps({"seconds": seconds, "tokens": batches.tokens(rows)}))
-
-
-def _with_labels(plan: StepPlan, rows: list[batches.Columns]) -> StepPlan:
-    """All rows sampled by the policy."""
-    return replace(plan, labels={DEMONSTRATED: tuple(np.zeros(row["response_ids"].size, np.float32) for row in rows)})
 
 
 if __name__ == "__main__":

@@ -223,13 +223,15 @@ def test_the_supervisor_is_killed_and_another_goes_on_with_the_same_actors(folde
     goes_on(run)
 
 
-def test_the_supervisor_is_killed_with_a_maker_and_the_trainer_and_all_three_come_back(folder: Path, run: Path) -> None:
-    adopted = len(told(folder, "adopted"))
-    reward, trainer = (kill(run, name) for name in ("maker/reward/0", "trainer/policy"))
-    os.kill(recorded(run)["supervisor"]["pid"], signal.SIGKILL)
+def test_all_actors_are_killed_at_once_and_come_back_though_nobody_is_left_who_calls_the_supervisor(
+    folder: Path, run: Path
+) -> None:
+    adopted, pids = len(told(folder, "adopted")), {row["name"]: row["pid"] for row in recorded(run)["actors"]}
+    for pid in (*pids.values(), recorded(run)["supervisor"]["pid"]):
+        os.kill(pid, signal.SIGKILL)
     wait_for(lambda: len(told(folder, "adopted")) > adopted, 60, "a supervisor that adopts the run")
-    wait_for(back(run, "maker/reward/0", reward), 90, "maker/reward/0 again")
-    wait_for(back(run, "trainer/policy", trainer), 90, "trainer/policy again")
+    for name, pid in pids.items():
+        wait_for(back(run, name, pid), 90, f"{name} again")
     wait_for(lambda: recorded(run)["state"] == "running", 30, "the run that goes on")
     goes_on(run)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.command_line import TINY
-from topology.changes import grown, newcomers, shrunk, were_joining
+from topology.changes import grown, newcomers, shrunk, were_joining, were_lost
 from topology.config import ConfigError, RunConfig, load_config
 
 
@@ -38,6 +40,23 @@ def test_only_makers_beyond_those_of_the_config_can_have_been_joining() -> None:
     assert were_joining(config("makers.rollout.replicas=2"), there[:-1], rows) == []
     # One of the others is dead and will come back: the newcomer does not take its place.
     assert were_joining(config(), ["maker/rollout/1"], rows) == ["maker/rollout/1"]
+
+
+def test_makers_that_died_with_the_supervisor_are_known_from_the_last_status_and_the_config() -> None:
+    rows = [row("maker/rollout/0"), row("maker/rollout/1"), row("maker/rollout/2", joining=True), row("maker/reward/0")]
+    two = config("makers.rollout.replicas=2")
+    assert were_lost(two, [], rows) == ["maker/rollout/0", "maker/rollout/1", "maker/reward/0"]
+    assert were_lost(two, ["maker/rollout/1", "maker/reward/0"], rows) == ["maker/rollout/0"]
+    # The config says that one was detached a moment ago: the status is from before.
+    assert were_lost(config(), ["maker/rollout/1", "maker/reward/0"], rows) == []
+    # One was being detached, and has now come to its end.
+    leaving = [row("maker/rollout/0", state="draining"), row("maker/rollout/1")]
+    assert were_lost(two, [], leaving) == ["maker/rollout/1"]
+    assert were_lost(two, [], [row("buffer")]) == []
+
+
+def row(name: str, *, state: str = "healthy", joining: bool = False) -> dict[str, Any]:
+    return {"name": name, "state": state, "joining": joining}
 
 
 def test_a_new_group_has_the_settings_of_its_section_and_changes_nothing_else() -> None:

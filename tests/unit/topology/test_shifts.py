@@ -85,6 +85,8 @@ class NotedRun:
     def event(self, kind: str, **values: Any) -> None:
         self.events.append(kind)
 
+    def write_status(self) -> None: ...
+
     def spawn(self, work: Any, name: str) -> None:
         self.tasks.append(asyncio.ensure_future(work))
 
