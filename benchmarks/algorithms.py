@@ -10,7 +10,6 @@ from __future__ import annotations
 from benchmarks import workload
 from benchmarks.harness import CORES, Result, describe, free_port, median_of_ratios, run_json
 from topology.models import resolve_model
-from trainers.memory import KEEP_FREED_MEMORY
 
 BASELINE = "grpo"
 ALGORITHMS = ("dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "ppo", "sft", "dpo")
@@ -27,7 +26,6 @@ def run() -> list[Result]:
         *("--threads", str(CORES), "--rounds", str(ROUNDS), "--micro-batch-tokens", str(MICRO_BATCH_TOKENS)),
         *("--port", str(free_port())),
         timeout=TIMEOUT,
-        env=KEEP_FREED_MEMORY,
     )
     rates = {name: [answer["tokens"] / taken for taken in seconds] for name, seconds in answer["seconds"].items()}
     return [_result(name, {side: rates[side] for side in (name, BASELINE)}) for name in ALGORITHMS]

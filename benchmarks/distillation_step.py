@@ -9,7 +9,6 @@ from __future__ import annotations
 from benchmarks import workload
 from benchmarks.harness import CORES, Result, describe, free_port, median_of_ratios, run_json
 from topology.models import resolve_model
-from trainers.memory import KEEP_FREED_MEMORY
 
 TARGET = 1 / 1.15
 TOP_K = 64
@@ -24,7 +23,6 @@ def run() -> list[Result]:
         *("--model", str(resolve_model(workload.MODEL)), "--top-k", str(TOP_K), "--rounds", str(ROUNDS)),
         *("--threads", str(CORES), "--micro-batch-tokens", str(MICRO_BATCH_TOKENS), "--port", str(free_port())),
         timeout=TIMEOUT,
-        env=KEEP_FREED_MEMORY,
     )
     rates = {name: [answer["tokens"] / taken for taken in seconds] for name, seconds in answer["seconds"].items()}
     note = f"{describe(rates)}; K = {TOP_K}, {CORES} threads, without optimizer; median of the rounds' ratios"

@@ -1,7 +1,5 @@
 """Trained tokens a second: the Megatron learner against plain transformers, forward and backward, at least 1.0.
 
-Each side has the environment that it has in use: for a rank that of `trainers.memory`, which slows the baseline down.
-
 Neither side's figure holds the optimizer: Megatron's keeps float32 main parameters, which plain AdamW does not. A token
 counts once for each sample that has it, however a side computes it. Three comparisons, each with the baseline on the same
 rows: responses of equal length (nothing to pad), responses of 1 to MAX_TOKENS tokens, and these with the prompt of a
@@ -17,7 +15,6 @@ from importlib.metadata import version
 from benchmarks import batches, workload
 from benchmarks.harness import CORES, Result, alternate, describe, free_port, ratio_of_medians, run_json
 from topology.models import resolve_model
-from trainers.memory import KEEP_FREED_MEMORY
 
 TARGET = 1.0
 ROUNDS = 2  # processes of each side
@@ -56,16 +53,14 @@ def _result(name: str, rates: dict[str, list[float]], candidate: str) -> Result:
 
 def _megatron(model: str, shape: str, share_prompt: bool) -> float:
     arguments = ["--micro-batch-tokens", str(MICRO_BATCH_TOKENS), "--port", str(free_port())]
-    return _rate(
-        "learner_megatron", model, shape, [*arguments, *(["--share-prompt"] if share_prompt else [])], KEEP_FREED_MEMORY
-    )
+    return _rate("learner_megatron", model, shape, [*arguments, *(["--share-prompt"] if share_prompt else [])])
 
 
 def _transformers(model: str, shape: str) -> float:
     return _rate("learner_transformers", model, shape, ["--micro-batch", str(MICRO_BATCH)])
 
 
-def _rate(side: str, model: str, shape: str, arguments: list[str], env: dict[str, str] | None = None) -> float:
+def _rate(side: str, model: str, shape: str, arguments: list[str]) -> float:
     common = ["--model", model, "--shape", shape, "--dtype", workload.DTYPE, "--threads", str(CORES)]
     answer = run_json(
         f"benchmarks.sides.{side}",
@@ -74,6 +69,5 @@ def _rate(side: str, model: str, shape: str, arguments: list[str], env: dict[str
         str(REPEAT),
         *arguments,
         timeout=TIMEOUT,
-        env=env,
     )
     return answer["tokens"] / statistics.median(answer["seconds"])

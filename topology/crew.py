@@ -39,7 +39,6 @@ from topology.placement import Placement
 from topology.plan import Plan
 from topology.roles import CRITIC, POLICY, role_of
 from trainers.checkpoints import CRITIC_FOLDER, RANKS_FOLDER
-from trainers.memory import KEEP_FREED_MEMORY
 
 CLOSE = 3.0  # seconds a maker has to close
 NAME_FREE = 60.0  # seconds until the name of an actor that was killed can be given again
@@ -187,8 +186,6 @@ class Crew:
         if planned.kind in SERVICES:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
-        if planned.kind == "rank":
-            options["runtime_env"] = {"env_vars": KEEP_FREED_MEMORY}
         threads = threads_of(self.config, planned)
         identity = replace(
             self.identity, name=planned.name, threads=threads, gpus=options["num_gpus"], config=self.config
